@@ -22,7 +22,7 @@ from titan_ckpt.converters.hf.import_plan import plan_import
 from titan_ckpt.converters.hf.import_run import check_import, run_import
 from titan_ckpt.converters.hf.publish import check_new
 from titan_ckpt.converters.hf.verify import Verification, verify_export
-from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, is_computed
 from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.names import new_attempt
@@ -195,9 +195,11 @@ def _show(facts: dict[str, Any], *, as_json: bool) -> None:
         f"{verb} {facts['destination']}: a {facts['family']} model, {facts['tensors']} tensors, {size}\n"
         f"  from   {facts['source']}\n  files  {escape_line(', '.join(facts['files']))}\n"
     )
-    if names := facts["left_out"]:
-        shown = escape_line(", ".join(names[:3]))
-        write_text(f"  left out, since every reader computes them: {shown}{_more(names[3:])}")
+    computed = [name for name in facts["left_out"] if is_computed(name)]
+    predicting = [name for name in facts["left_out"] if not is_computed(name)]
+    for why, names in ("every reader computes them", computed), ("they predict further tokens (MTP)", predicting):
+        if names:
+            write_text(f"  left out, since {why}: {escape_line(', '.join(names[:3]))}{_more(names[3:])}")
     if others := [f"{name!r} ({why})" for name, why in facts["not_carried"].items()]:
         write_text(f"  not carried: {escape_line(', '.join(others[:5]))}{_more(others[5:])}")
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.training.expert_campaign [2|4|8 ...]
 
-Two mixtures (softmax; sigmoid with groups, a moving bias, shared experts, a dense layer and both balancing losses) on each mesh.
+Four mixtures on each mesh: softmax; sigmoid with groups, a moving bias, shared experts, a dense layer and both balancing losses;
+the same with latent attention, as DeepSeek-V3; GPT-OSS with sinks, alternating windows and clamped experts.
 Writes a section of docs/performance.md per number of ranks; exit code 1 if a loss differs by more than 1e-5, or a router chose
 another expert. Takes minutes: CI trains a part of the meshes for 3 steps.
 """
@@ -15,7 +16,18 @@ from benchmarks.training.mesh_campaign import BAR, TIMEOUT_S, describe
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
 from tools.report import Measurement, write_section
-from tools.training.curves import BALANCED, BALANCING, MIXTURE, Curve, CurveCase, relative_error, single, train
+from tools.training.curves import (
+    BALANCED,
+    BALANCING,
+    DEEPSEEK,
+    GPT_OSS,
+    MIXTURE,
+    Curve,
+    CurveCase,
+    relative_error,
+    single,
+    train,
+)
 from tools.training.mesh_cases import mesh
 
 MESHES: dict[int, list[ParallelConfig]] = {
@@ -52,6 +64,8 @@ MESHES: dict[int, list[ParallelConfig]] = {
 CASES = {
     "softmax": CurveCase(model=MIXTURE, steps=20, batch_size=8),
     "sigmoid": CurveCase(model=BALANCED, balance=BALANCING, steps=20, batch_size=8),
+    "deepseek_v3": CurveCase(model=DEEPSEEK, balance=BALANCING, steps=20, batch_size=8),
+    "gpt_oss": CurveCase(model=GPT_OSS, steps=20, batch_size=8),
 }
 NOTES = """Largest relative difference to the curve of one process over 20 steps, and whether every router sent every expert
 the same number of tokens in every step: 4 layers, dim 64, 8 experts, 8 samples of 48 tokens, AdamW at 3e-3, clipping."""

@@ -29,7 +29,7 @@ from titan_ckpt.converters.models.contract import (
 )
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD
 from titan_ckpt.converters.models.spec import spec_to_config
-from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, is_computed, name_in
+from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, name_in
 from titan_ckpt.errors import LoadContractError, NotFoundError
 from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
 from titan_ckpt.format.digest import digest
@@ -81,7 +81,7 @@ def open_hf_checkpoint(url: StrPath, *, store: Store | None = None) -> HfCheckpo
     """Open the model at `url` under our names, as step 0. Makes all checks of an import; reads no weight but a tied head's."""
     model = open_hf(url, store=store)
     spec = model.spec
-    stored = {name: tensor for name, tensor in model.tensors.items() if not is_computed(name)}
+    stored = model.weights
     check_tensors({name: tensor.shape for name, tensor in stored.items()}, spec, where=str(model.store))
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     check_floats(dtypes, where=str(model.store))

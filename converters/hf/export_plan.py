@@ -200,7 +200,7 @@ def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
 def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dtype: str | None) -> ExportTensor:
     named = found[name] if name in found else Named(name, found[EMBEDDING].ours, RowOrder.KEPT)
     entry = manifest.by_fqn[named.ours]
-    return ExportTensor(named=named, entry=entry, dtype=target_dtype(entry.dtype, dtype))
+    return ExportTensor(named=named, entry=entry, dtype=target_dtype(name, entry.dtype, dtype))
 
 
 def _shards(tensors: Iterable[ExportTensor], max_shard_bytes: int) -> dict[str, list[ExportTensor]]:

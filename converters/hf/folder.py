@@ -18,7 +18,9 @@ from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_
 from titan_ckpt.converters.hf.config import QUANTISED_FILES, Config, declared_dtype, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, read_digests
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
+from titan_ckpt.converters.models.hf_mixtures import is_of_prediction_layer
 from titan_ckpt.converters.models.spec import ModelSpec
+from titan_ckpt.converters.models.tensor_names import is_computed
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
 from titan_ckpt.location import StrPath, check_relative, join, url_text
 from titan_ckpt.parsing.json_values import JsonValue, show
@@ -61,6 +63,19 @@ class HfModel:
     def declared_dtype(self) -> str | None:
         """The weights' dtype according to config.json."""
         return declared_dtype(self.config, self.store.where(CONFIG))
+
+    @property
+    def weights(self) -> dict[str, StoredTensor]:
+        """The tensors that make up the model."""
+        return {name: tensor for name, tensor in self.tensors.items() if not self._is_left_out(name)}
+
+    @property
+    def left_out_tensors(self) -> list[str]:
+        """Tensors that are not read: buffers that readers compute, and layers that predict further tokens, as in transformers."""
+        return sorted(name for name in self.tensors if self._is_left_out(name))
+
+    def _is_left_out(self, name: str) -> bool:
+        return is_computed(name) or is_of_prediction_layer(name, self.config)
 
     @property
     def source(self) -> RewriteSource:

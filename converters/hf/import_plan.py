@@ -26,7 +26,6 @@ from titan_ckpt.converters.models.tensor_names import (
     TITAN,
     Layout,
     Stacked,
-    is_computed,
     name_in,
 )
 from titan_ckpt.converters.models.transforms import target_dtype, transform
@@ -101,8 +100,8 @@ class ImportPlan:
 
     @property
     def left_out(self) -> list[str]:
-        """Source tensors that are not imported: buffers that readers compute."""
-        return sorted(name for name in self.model.tensors if is_computed(name))
+        """Source tensors that are not imported."""
+        return self.model.left_out_tensors
 
     @property
     def size_bytes(self) -> int:
@@ -115,7 +114,7 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
     if layout not in LAYOUTS:
         raise PlanError(f"--layout {layout!r} is unknown; choose from {', '.join(LAYOUTS)}")
     spec = model.spec
-    found = {name: tensor.shape for name, tensor in model.tensors.items() if not is_computed(name)}
+    found = {name: tensor.shape for name, tensor in model.weights.items()}
     check_tensors(found, spec, where=str(model.store))
     dtypes = {name: model.tensors[name].dtype for name in found}
     check_floats(dtypes, where=str(model.store))
@@ -145,7 +144,7 @@ def _tensors(
     for name, stored in model.tensors.items():
         if name not in expected:
             continue
-        kept = target_dtype(stored.dtype, dtype)
+        kept = target_dtype(name, stored.dtype, dtype)
         named = [name_in(layout, name, spec)]
         if name == EMBEDDING and spec.tied_embeddings and layout.stores_tied_head:
             named.append(name_in(layout, HEAD, spec))

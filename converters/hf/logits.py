@@ -64,7 +64,9 @@ def _fill(checkpoint: Checkpoint, plan: ExportPlan) -> Any:
     model_config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     auto: Any = transformers.AutoModelForCausalLM
     model = auto.from_config(model_config, dtype=torch.float32)
-    parameters = dict(model.named_parameters())
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    parameters = dict(model.named_parameters()) | buffers
     filled = set()
     with torch.no_grad():
         for tensor in plan.tensors:

@@ -1,8 +1,10 @@
 """Model families of Hugging Face as tables: their tensors, shapes and config.json keys.
 
-A family is a table. A tensor's name may hold `{}` for the layer number; its shape is in the letters of `ModelSpec.sizes`:
-V vocabulary, D model width, F feed-forward width, Q all query heads, K all key (or value) heads, H one head, E all experts,
-M one expert's width. Our checkpoints use Hugging Face's own names, so a new dense family is one more table here.
+A family is a table. A tensor's shape is in the letters of `ModelSpec.sizes`: V vocabulary, D model width, F feed-forward width,
+Q all query heads, K all key (or value) heads, H one head, N number of heads; E all experts, M one expert's width, W twice that,
+S all shared experts' width; of latent attention A the queries' latent, C that of keys and values, P with the part that turns,
+X keys without that part and values, Y values. Our checkpoints use Hugging Face's own names, so a new dense family is one more
+table here.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan_ckpt.converters.models.spec import Experts, ModelSpec
+from titan_ckpt.converters.models.mixtures import (
+    deepseek_v2_problem,
+    deepseek_v3_problem,
+    gpt_oss_problem,
+    latent_rows,
+    mixtral_problem,
+    mixture_rows,
+    qwen3_moe_problem,
+)
+from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.errors import PlanError
 from titan_ckpt.sharding.placement import Shape
 
@@ -67,28 +78,23 @@ def _mistral_problem(spec: ModelSpec) -> str | None:
 
 
 def _mixtral_problem(spec: ModelSpec) -> str | None:
-    if spec.experts is not None and not spec.experts.norm_topk_prob:
-        return "norm_topk_prob = false (it always divides by the sum)"
-    if spec.experts is not None and spec.experts.ffn_dim != spec.ffn_dim:
-        return f"two widths, ffn_dim = {spec.ffn_dim} and experts.ffn_dim = {spec.experts.ffn_dim} (intermediate_size is both)"
-    return _mistral_problem(spec) or _router_problem(spec)
+    return mixtral_problem(spec) or _mistral_problem(spec)
 
 
 def _qwen3_moe_problem(spec: ModelSpec) -> str | None:
-    return _qwen3_problem(spec) or _router_problem(spec)
+    return _qwen3_problem(spec) or qwen3_moe_problem(spec)
 
 
-def _router_problem(spec: ModelSpec) -> str | None:
-    """What of the experts neither Mixtral nor Qwen3-MoE has."""
-    if spec.experts is None:
-        return None
-    plain = Experts(number=1, per_token=1, ffn_dim=1)
-    for name in ("scores", "correction_bias", "groups", "groups_per_token", "scale", "shared", "dense_layers"):
-        if (value := getattr(spec.experts, name)) != getattr(plain, name):
-            return f"experts.{name} = {value}"
-    return None
-
-
+_DEEPSEEK_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_SWIGLU = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight", "mlp.experts.{}.down_proj.weight")
 FAMILIES = {
     "llama": HfFamily(
         name="llama",
@@ -173,36 +179,97 @@ FAMILIES = {
         },
         check=_qwen3_moe_problem,
         router="mlp.gate.weight",
-        experts=(
-            "mlp.experts.{}.gate_proj.weight",
-            "mlp.experts.{}.up_proj.weight",
-            "mlp.experts.{}.down_proj.weight",
-        ),
+        experts=_SWIGLU,
         expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
+    "deepseek_v2": HfFamily(
+        name="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "scoring_func": "softmax",
+        },
+        check=deepseek_v2_problem,
+        router="mlp.gate.weight",
+        experts=_SWIGLU,
+        expert_keys=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
+    "deepseek_v3": HfFamily(
+        name="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        defaults=_DEEPSEEK_DEFAULTS
+        | {
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
+        check=deepseek_v3_problem,
+        router="mlp.gate.weight",
+        experts=_SWIGLU,
+        expert_keys=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    ),
+    "gpt_oss": HfFamily(
+        name="gpt_oss",
+        architecture="GptOssForCausalLM",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "max_position_embeddings": 131072,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        check=gpt_oss_problem,
+        router="mlp.router.weight",
+        expert_keys=("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     ),
 }
 
-# (name, shape, the spec's switch that adds it; empty: always present)
-_LAYER = "model.layers.{}."
-_TENSORS: tuple[tuple[str, str, str], ...] = (
-    (_LAYER + "input_layernorm.weight", "D", ""),
-    (_LAYER + "self_attn.q_proj.weight", "QD", ""),
-    (_LAYER + "self_attn.q_proj.bias", "Q", "qkv_bias"),
-    (_LAYER + "self_attn.k_proj.weight", "KD", ""),
-    (_LAYER + "self_attn.k_proj.bias", "K", "qkv_bias"),
-    (_LAYER + "self_attn.v_proj.weight", "KD", ""),
-    (_LAYER + "self_attn.v_proj.bias", "K", "qkv_bias"),
-    (_LAYER + "self_attn.q_norm.weight", "H", "qk_norm"),
-    (_LAYER + "self_attn.k_norm.weight", "H", "qk_norm"),
-    (_LAYER + "self_attn.o_proj.weight", "DQ", ""),
-    (_LAYER + "self_attn.o_proj.bias", "D", "o_bias"),
-    (_LAYER + "post_attention_layernorm.weight", "D", ""),
+# (name below a layer, shape, the spec's switch that adds it; empty: always present)
+_ATTENTION: tuple[tuple[str, str, str], ...] = (
+    ("self_attn.q_proj.weight", "QD", ""),
+    ("self_attn.q_proj.bias", "Q", "qkv_bias"),
+    ("self_attn.k_proj.weight", "KD", ""),
+    ("self_attn.k_proj.bias", "K", "qkv_bias"),
+    ("self_attn.v_proj.weight", "KD", ""),
+    ("self_attn.v_proj.bias", "K", "qkv_bias"),
+    ("self_attn.q_norm.weight", "H", "qk_norm"),
+    ("self_attn.k_norm.weight", "H", "qk_norm"),
+    ("self_attn.o_proj.weight", "DQ", ""),
+    ("self_attn.o_proj.bias", "D", "o_bias"),
+    ("self_attn.sinks", "N", "sinks"),
 )
-_DENSE: tuple[tuple[str, str], ...] = (
-    (_LAYER + "mlp.gate_proj.weight", "FD"),
-    (_LAYER + "mlp.up_proj.weight", "FD"),
-    (_LAYER + "mlp.down_proj.weight", "DF"),
-)
+_DENSE = (("mlp.gate_proj.weight", "FD"), ("mlp.up_proj.weight", "FD"), ("mlp.down_proj.weight", "DF"))
 
 
 def family_named(name: str) -> HfFamily:
@@ -222,7 +289,7 @@ def check_spec(spec: ModelSpec) -> HfFamily:
         )
     if bool(spec.experts) != bool(family.router):
         raise PlanError(f"a {family.name} model {'must have' if family.router else 'cannot have'} experts")
-    if spec.head_dim % 2:
+    if spec.latent is None and spec.head_dim % 2:
         raise PlanError(f"head_dim = {spec.head_dim} is odd, and rotary positions turn pairs")
     if spec.n_heads % spec.n_kv_heads:
         raise PlanError(f"n_heads = {spec.n_heads} is not a multiple of n_kv_heads = {spec.n_kv_heads}")
@@ -238,23 +305,20 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
     tensors = {EMBEDDING: shape("VD")}
     for layer in range(spec.n_layers):
-        tensors |= {
-            name.format(layer): shape(letters)
-            for name, letters, switch in _TENSORS
-            if not switch or getattr(spec, switch)
-        }
-        tensors |= {name.format(layer): shape(letters) for name, letters in _feed_forward(spec)}
+        tensors |= {f"model.layers.{layer}.{name}": shape(letters) for name, letters in _layer(spec, layer)}
     tensors["model.norm.weight"] = shape("D")
     return tensors if spec.tied_embeddings else tensors | {HEAD: shape("VD")}
 
 
-def _feed_forward(spec: ModelSpec) -> list[tuple[str, str]]:
-    """Names and shapes of a layer's feed-forward, `{}` for the layer."""
-    if spec.experts is None:
-        return list(_DENSE)
+def _layer(spec: ModelSpec, layer: int) -> list[tuple[str, str]]:
+    """Names and shapes of a layer's tensors."""
+    rows = [("input_layernorm.weight", "D")]
+    if spec.latent is not None:
+        rows += latent_rows(spec)
+    else:
+        rows += [(name, letters) for name, letters, switch in _ATTENTION if not switch or getattr(spec, switch)]
+    rows.append(("post_attention_layernorm.weight", "D"))
+    if spec.experts is None or layer < spec.experts.dense_layers:
+        return [*rows, *_DENSE]
     family = FAMILIES[spec.family]
-    rows = [(_LAYER + family.router, "ED")]
-    for number in range(spec.experts.number):
-        names = (_LAYER + name.format(number) for name in family.experts)
-        rows += zip(names, ("MD", "MD", "DM"), strict=True)
-    return rows
+    return rows + mixture_rows(spec, family.router, family.experts if family.experts[0] else None)

@@ -23,13 +23,15 @@ class SpecRopeScaling:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """A mixture of experts in every layer: a router picks `per_token` of `number` experts, each `ffn_dim` wide.
+    """A mixture of experts: a router picks `per_token` of `number` experts, each `ffn_dim` wide.
 
-    The other fields are those of `[model.experts]` that no family here can express; their defaults mean none of it.
+    The fields are those of `[model.experts]`; each family can express some of them, and the defaults of the others.
     """
 
     number: int
@@ -40,9 +42,23 @@ class Experts:
     correction_bias: bool = False
     groups: int = 1
     groups_per_token: int = 1
+    group_best: int = 2
     scale: float = 1.0
     shared: int = 0
     dense_layers: int = 0
+    limit: float | None = None
+    alpha: float = 1.702
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention: sizes of the latents, of a head's query and key without and with a position, of its value."""
+
+    kv_rank: int
+    q_rank: int | None = None
+    nope_dim: int = 128
+    rope_dim: int = 64
+    value_dim: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +82,34 @@ class ModelSpec:
     o_bias: bool = False
     qk_norm: bool = False
     sliding_window: int | None = None
+    full_attention_every: int = 0
+    sinks: bool = False
+    latent: Latent | None = None
     experts: Experts | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
         """Dimension sizes by the letters of the tensor tables in `families`."""
-        return {
+        heads, latent, experts = self.n_heads, self.latent, self.experts
+        sizes = {
             "V": self.vocab_size,
             "D": self.dim,
             "F": self.ffn_dim,
-            "Q": self.n_heads * self.head_dim,
+            "Q": heads * self.head_dim,
             "K": self.n_kv_heads * self.head_dim,
             "H": self.head_dim,
-        } | ({} if self.experts is None else {"E": self.experts.number, "M": self.experts.ffn_dim})
+            "N": heads,
+        }
+        if latent is not None:
+            sizes |= {
+                "Q": heads * (latent.nope_dim + latent.rope_dim), "A": latent.q_rank or 0, "C": latent.kv_rank,
+                "P": latent.kv_rank + latent.rope_dim, "X": heads * (latent.nope_dim + latent.value_dim),
+                "Y": heads * latent.value_dim,
+            }  # fmt: skip
+        if experts is not None:
+            width = experts.ffn_dim
+            sizes |= {"E": experts.number, "M": width, "W": 2 * width, "S": experts.shared * width}
+        return sizes
 
 
 def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
@@ -92,21 +123,26 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         values = _known(ModelSpec, section)
         scaling = values.get("rope_scaling")
         values["rope_scaling"] = None if scaling is None else SpecRopeScaling(**_known(SpecRopeScaling, scaling))
-        experts = values.get("experts")
-        values["experts"] = None if experts is None else Experts(**_known(Experts, experts))
+        for name, kind in (("experts", Experts), ("latent", Latent)):
+            record = values.get(name)
+            values[name] = None if record is None else kind(**_known(kind, record))
         values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
         return ModelSpec(**values)
     except (TypeError, KeyError) as error:
         raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
 
 
-def _known(kind: type[ModelSpec | SpecRopeScaling | Experts], section: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[ModelSpec | SpecRopeScaling | Experts | Latent], section: Mapping[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in section.items() if name in names}
 
 
+# Keys that a model without them leaves out, as configs did before there were such models.
+_LEFT_OUT = {"experts": None, "latent": None, "sinks": False, "full_attention_every": 0}
+
+
 def spec_to_config(spec: ModelSpec) -> dict[str, Any]:
-    """The `model` section of a training config for `spec`; a derived head size is 0, and a dense model has no `experts`."""
-    is_derived = spec.head_dim * spec.n_heads == spec.dim
+    """The `model` section of a training config for `spec`; a derived head size is 0."""
+    is_derived = spec.latent is not None or spec.head_dim * spec.n_heads == spec.dim
     section = dataclasses.asdict(spec) | ({"head_dim": 0} if is_derived else {})
-    return section if spec.experts else {key: value for key, value in section.items() if key != "experts"}
+    return {key: value for key, value in section.items() if key not in _LEFT_OUT or value != _LEFT_OUT[key]}

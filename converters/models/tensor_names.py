@@ -150,7 +150,7 @@ def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
     if prefix is None:
         return Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
     block = f"{MODEL_PREFIX}{prefix}{layer}.mlp."
-    if rest == family.router:
+    if rest == family.router and not rest.startswith("mlp."):
         return Named(hf_name, block + "gate.weight", RowOrder.KEPT)
     expert = re.search(r"\.experts\.(\d+)\.", rest)
     if expert is None:

@@ -10,6 +10,7 @@ from math import prod
 
 import numpy as np
 
+from titan_ckpt.converters.models.mixtures import CORRECTION
 from titan_ckpt.converters.models.tensor_names import RowOrder
 from titan_ckpt.errors import PlanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
@@ -50,9 +51,12 @@ def transform(
     return Transform(dtype=target_dtype, apply=_chain(steps), row_multiple=head_dim if name else 1)
 
 
-def target_dtype(dtype: str, wanted: str | None) -> str:
-    """The target dtype of a tensor of `dtype` if floats become `wanted` (None: keep every dtype)."""
-    if wanted is None or dtype not in FLOATS:
+def target_dtype(name: str, dtype: str, wanted: str | None) -> str:
+    """The target dtype of a tensor of `dtype` if floats become `wanted` (None: keep every dtype).
+
+    The correction bias of a router keeps its own, as in transformers: rounded, it would choose other experts.
+    """
+    if wanted is None or dtype not in FLOATS or name.endswith(CORRECTION):
         return dtype
     if wanted not in FLOATS:
         raise PlanError(f"--dtype {wanted!r} is not a floating-point dtype; choose from {', '.join(FLOATS)}")

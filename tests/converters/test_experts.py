@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.hf_models import config, contents, raw, tensors, write_model
+from tests.support.hf_models import MIXTURES, STACKED, config, contents, raw, tensors, write_model
 from titan_ckpt.check.diff import diff
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
@@ -26,8 +26,7 @@ from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 
-MIXTURES = [name for name, family in FAMILIES.items() if family.router]
-OF_LAYER_0 = "model.model.layers.0.mlp."
+OF_LAYER_1 = "model.model.layers.1.mlp."
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +34,18 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", STACKED)
 def test_experts_are_stacked_as_transformers_modules_hold_them(tmp_path: Path, family: str) -> None:
     of = config(family)
     content = tensors(of)
     import_hf(str(write_model(tmp_path / "in", of, content)), str(tmp_path / "run"))
     checkpoint = open_checkpoint(str(tmp_path / "run"))
     gate, up, down = (
-        torch.stack([content[f"model.layers.0.{name.format(number)}"] for number in range(4)])
+        torch.stack([content[f"model.layers.1.{name.format(number)}"] for number in range(4)])
         for name in FAMILIES[family].experts
     )
-    assert torch.equal(checkpoint.read(OF_LAYER_0 + "experts.gate_up_proj"), torch.cat([gate, up], 1))
-    assert torch.equal(checkpoint.read(OF_LAYER_0 + "experts.down_proj"), down)
+    assert torch.equal(checkpoint.read(OF_LAYER_1 + "experts.gate_up_proj"), torch.cat([gate, up], 1))
+    assert torch.equal(checkpoint.read(OF_LAYER_1 + "experts.down_proj"), down)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -55,7 +54,8 @@ def test_every_mesh_exports_the_files_that_were_imported(tmp_path: Path, family:
     source = write_model(tmp_path / "in", of, tensors(of, dtype=torch.bfloat16), num_files=3)
     import_hf(str(source), str(tmp_path / "run"))
     for dim in (0, 1, 2):
-        rules = (PlacementRule("*experts*", {"dp_shard": Shard(dim)}), PlacementRule("*", {"dp_shard": Shard(0)}))
+        cut = PlacementRule("*.mlp.experts.*_proj", {"dp_shard": Shard(dim)})
+        rules = (cut, PlacementRule("*", {"dp_shard": Shard(0)}))
         mesh = MeshSpec.parse("dp_shard=3")
         run_plan(plan_reshard(open_checkpoint(str(tmp_path / "run")), mesh, rules=rules), str(tmp_path / f"by{dim}"))
         export_hf(str(tmp_path / f"by{dim}"), str(tmp_path / f"out{dim}"))
@@ -72,7 +72,7 @@ def test_folder_opened_in_place_has_the_same_stacks(tmp_path: Path, family: str)
     assert not diff(open_checkpoint(str(source)), open_checkpoint(str(tmp_path / "run")), values=True)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", STACKED)
 def test_cast_of_experts_is_torchs_bit_for_bit(tmp_path: Path, family: str) -> None:
     of = config(family)
     content = tensors(of)

@@ -20,7 +20,7 @@ from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.trainer.config.toml_records import as_dict, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
-from titan_ckpt.trainer.model.decoder import Family, decoder
+from titan_ckpt.trainer.model.decoder import Family, ModelConfig, decoder
 from titan_ckpt.trainer.model.experts import (
     BIAS,
     BalanceConfig,
@@ -35,7 +35,19 @@ from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from tools.paths import CONFIGS
 from tools.rank_pool import RankPool
-from tools.training.curves import BALANCED, BALANCING, MIXTURE, SMALL, Curve, CurveCase, relative_error, single, train
+from tools.training.curves import (
+    BALANCED,
+    BALANCING,
+    DEEPSEEK,
+    GPT_OSS,
+    MIXTURE,
+    SMALL,
+    Curve,
+    CurveCase,
+    relative_error,
+    single,
+    train,
+)
 from tools.training.mesh_cases import EXPERT_MESHES, mesh
 
 FP32_BAR = 1e-5
@@ -76,7 +88,18 @@ def case(name: str, **options: Any) -> CurveCase:
 @pytest.mark.dist
 @pytest.mark.parametrize("name", EXPERT_MESHES)
 def test_expert_parallelism_gives_the_curve_of_one_process(ranks: RankPool, name: str) -> None:
-    run = case(name, steps=3)
+    check_curve(ranks, case(name, steps=3))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["ep x tp", "ep x ring"])
+@pytest.mark.parametrize("model", [DEEPSEEK, GPT_OSS], ids=lambda model: model.family)
+def test_families_train_on_meshes_as_in_one_process(ranks: RankPool, model: ModelConfig, name: str) -> None:
+    balance = BALANCING if model is DEEPSEEK else BalanceConfig()
+    check_curve(ranks, CurveCase(model=model, balance=balance, parallel=EXPERT_MESHES[name], steps=2))
+
+
+def check_curve(ranks: RankPool, run: CurveCase) -> None:
     curves = ranks.run(train, run)
     assert all(curve == curves[0] for curve in curves), "ranks disagree"
     reference = expected(run)
@@ -212,7 +235,7 @@ def test_recomputed_blocks_count_their_tokens_once() -> None:
     [
         ({"per_token": 9}, r"per_token 9, but a token can reach 8 experts"),
         ({"groups": 3}, r"8 experts / 3 groups is not whole"),
-        ({"groups": 8}, r"a group is chosen by its two best experts"),
+        ({"groups": 8}, r"a group of 1 is chosen by its group_best = 2 best experts"),
         ({"groups": 2, "groups_per_token": 3}, r"groups_per_token 3 of 2 groups"),
         ({"groups": 4, "per_token": 3}, r"per_token 3, but a token can reach 2 experts"),
         ({"number": 0}, r"model.experts.number = 0: must be from 1"),

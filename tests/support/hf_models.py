@@ -16,6 +16,9 @@ from titan_ckpt.converters.models.families import FAMILIES, expected_tensors
 
 TEXT_BYTES = 4096
 DENSE = [name for name, family in FAMILIES.items() if not family.router]
+MIXTURES = [name for name, family in FAMILIES.items() if family.router]
+STACKED = [name for name in MIXTURES if FAMILIES[name].experts[0]]  # files with a tensor for each expert
+LATENT = [name for name in MIXTURES if name.startswith("deepseek")]
 
 
 def config(family: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -43,7 +46,19 @@ def config(family: str = "llama", **changes: Any) -> dict[str, Any]:
         base["sliding_window"] = 64
     if FAMILIES[family].router:
         number, per_token, width = FAMILIES[family].expert_keys
-        base |= {number: 4, per_token: 2, width: 24, "norm_topk_prob": True}
+        base |= {number: 4, per_token: 2, width: 24, "norm_topk_prob": family != "deepseek_v2"}
+    if family in LATENT:
+        base |= {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+        }
+        base |= {"v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+        del base["head_dim"]
+    if family == "gpt_oss":
+        base |= {"sliding_window": 64, "rope_scaling": {"rope_type": "default"}}
     changed = base | changes
     return {key: value for key, value in changed.items() if value is not None}
 

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.model.experts import BalanceConfig, ExpertsConfig
+from titan_ckpt.trainer.model.latent import LatentConfig
+from titan_ckpt.trainer.model.rope import RopeScaling
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -28,6 +30,16 @@ BALANCED = replace(
         number=8, per_token=3, ffn_dim=32, scores="sigmoid", correction_bias=True, groups=4, groups_per_token=2,
         scale=1.5, shared=1, dense_layers=1,
     ),
+)  # fmt: skip
+DEEPSEEK = ModelConfig(
+    vocab_size=128, dim=64, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=96, max_seq_len=512, family="deepseek_v3",
+    rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=16, mscale=1.0, mscale_all_dim=0.8),
+    latent=LatentConfig(q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, value_dim=10), experts=BALANCED.experts,
+)  # fmt: skip
+GPT_OSS = ModelConfig(
+    vocab_size=128, dim=64, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=32, head_dim=16, max_seq_len=512, family="gpt_oss",
+    qkv_bias=True, o_bias=True, sinks=True, sliding_window=20, full_attention_every=2,
+    experts=ExpertsConfig(number=8, per_token=3, ffn_dim=32, limit=7.0),
 )  # fmt: skip
 
 BALANCING = BalanceConfig(bias_rate=0.01, balance_loss=0.05, z_loss=0.01)

@@ -77,14 +77,13 @@ def check_ranges(config: Any) -> None:
 
 def num_parameters(model: ModelConfig) -> int:
     """The weights of all matrices of a model."""
-    heads = model.dim * model.head_size * 2 * (model.n_heads + model.n_kv_heads)
     vocabulary = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
     dense = model.dense_layers * 3 * model.dim * model.ffn_dim
     mixtures = 0
     if model.experts is not None:
         experts = (model.experts.number + model.experts.shared) * 3 * model.experts.ffn_dim + model.experts.number
         mixtures = (model.n_layers - model.dense_layers) * experts * model.dim
-    return vocabulary + model.n_layers * heads + dense + mixtures
+    return vocabulary + model.n_layers * model.attention_weights + dense + mixtures
 
 
 def _limit(most: int, what: str, *factors: tuple[str, int]) -> None:

@@ -35,6 +35,7 @@ TOKENIZER = "tokenizer.json"
 HOOKS = "hooks"  # the part of a checkpoint that hooks keep
 NO_HOOKS: Mapping[str, Any] = MappingProxyType({})
 _EXPERTS = as_dict(ExpertsConfig(number=1, per_token=1, ffn_dim=1))
+_NEWER_KEYS = {"sinks": False, "full_attention_every": 0}  # of [model]: checkpoints of before do not have them
 _OF_ANY_TOKENIZER = re.compile(r"config\.json|README\.md|(?i:LICEN[CS]E|NOTICE|USE_POLICY|COPYING|THIRD_PARTY).*")
 TORCHTITAN = "tok_embeddings.weight"  # identifies checkpoints with torchtitan's names, whoever wrote the files
 
@@ -311,6 +312,8 @@ def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
             values[key] = _spelled_out(value) if isinstance(value, Mapping) else value
     if "experts" in values and "number" in values["experts"]:
         values["experts"] = _EXPERTS | values["experts"]
+    if "dim" in values:
+        values = _NEWER_KEYS | values
     if "dim" in values and not values.get("head_dim"):
         values["head_dim"] = values["dim"] // values["n_heads"]
     return values

@@ -227,8 +227,7 @@ def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float
 
 def _block_parameters(model: ModelConfig) -> Parameters:
     """Of the largest kind of block that the model has."""
-    heads, kv, experts = model.n_heads * model.head_size, model.n_kv_heads * model.head_size, model.experts
-    around = model.dim * (2 * heads + 2 * kv + 2)
+    around, experts = model.attention_weights + 2 * model.dim, model.experts
     if experts is None:
         return Parameters(all=around + 3 * model.dim * model.ffn_dim, of_experts=0)
     shared = 3 * model.dim * experts.shared * experts.ffn_dim + model.dim * experts.number

@@ -1,7 +1,10 @@
 """Attention on one rank: which keys a query sees, and the two kernels that compute it.
 
 A kernel is an `Attend`: `plan` is called once per forward with the batch's positions and documents, and its result is passed
-to the kernel in every layer. parallel/context.py adds two kernels.
+to the kernel in every layer that has the same window. parallel/context.py adds two kernels.
+
+An attention sink is a learnt score of each head that takes part in the softmax and has no value (arXiv 2309.17453): the head can
+attend to nothing. With the log-sum-exp of the other scores it is one more term, merged as a block without values is.
 
 Shapes: B batch, S queries, T keys, H query heads, G key/value heads, K head dim.
 """
@@ -15,24 +18,31 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from titan_ckpt.trainer.model.attention_blocks import QueryKeyBlock, attention_with_sinks
+
 Mask: TypeAlias = Any  # the result of the kernel's own `plan`; None means plain causal
 
 
 class Attend(Protocol):
-    """Causal attention, optionally limited to documents and a sliding window."""
+    """Causal attention, optionally limited to documents and a sliding window; `sinks_H` are passed if the model has them."""
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> Mask:
         """Compute what depends on the batch but not on the layer."""
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Mask) -> Tensor:
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Mask, sinks_H: Tensor | None = None
+    ) -> Tensor:
         """The attention output, shaped like `q`."""
 
 
 class SdpaAttend:
-    """torch's scaled_dot_product_attention, with a boolean mask only if documents or a window need one."""
+    """torch's scaled_dot_product_attention, with a boolean mask only if documents or a window need one.
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
+    `scale` multiplies the scores: 1 / sqrt(K) unless given.
+    """
+
+    def __init__(self, window: int | None = None, scale: float | None = None) -> None:
+        self.window, self.scale = window, scale
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor | None:
         """None (plain causal) or visible_B1ST."""
@@ -42,15 +52,17 @@ class SdpaAttend:
         order_1S = torch.arange(seq_len, device=positions_BS.device)[None]
         return visibility_mask(order_1S, order_1S, documents_BS, documents_BS, self.window)
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None) -> Tensor:
-        return sdpa(q_BSHK, k_BTGK, v_BTGK, mask, is_causal=mask is None)
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Tensor | None, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        return sdpa(q_BSHK, k_BTGK, v_BTGK, mask, is_causal=mask is None, scale=self.scale, sinks_H=sinks_H)
 
 
 class FlexAttend:
     """torch's flex_attention with a block mask: skips the blocks that documents or a window hide."""
 
-    def __init__(self, window: int | None = None) -> None:
-        self.window = window
+    def __init__(self, window: int | None = None, scale: float | None = None) -> None:
+        self.window, self.scale = window, scale
         self.kernel: Any = torch.compile(flex_attention)
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> BlockMask:
@@ -65,19 +77,37 @@ class FlexAttend:
 
         return create_block_mask(sees, batch, None, seq_len, seq_len, device=positions_BS.device)
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask) -> Tensor:
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask, sinks_H: Tensor | None = None
+    ) -> Tensor:
         q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
-        enable_gqa = q_BHSK.shape[1] != k_BGTK.shape[1]
-        o_BHSK: Tensor = self.kernel(q_BHSK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=enable_gqa)
+        options = {"block_mask": mask, "scale": self.scale, "enable_gqa": q_BHSK.shape[1] != k_BGTK.shape[1]}
+        if sinks_H is None:
+            o_BHSK: Tensor = self.kernel(q_BHSK, k_BGTK, v_BGTK, **options)
+        else:
+            o_BHSK, lse_BHS = self.kernel(q_BHSK, k_BGTK, v_BGTK, **options, return_lse=True)
+            o_BHSK = o_BHSK * (lse_BHS - sinks_H[:, None]).sigmoid()[..., None].to(o_BHSK)
         return o_BHSK.transpose(1, 2)
 
 
-def sdpa(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, visible_B1ST: Tensor | None, *, is_causal: bool) -> Tensor:
+def sdpa(
+    q_BSHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    visible_B1ST: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """scaled_dot_product_attention in this package's layout."""
     q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGK))
+    if sinks_H is not None:
+        block = QueryKeyBlock(is_causal=is_causal, visible_B1ST=visible_B1ST, scale=scale)
+        return attention_with_sinks(q_BHSK, k_BGTK, v_BGTK, sinks_H, block).transpose(1, 2)
     enable_gqa = q_BHSK.shape[1] != k_BGTK.shape[1]
     o_BHSK = F.scaled_dot_product_attention(
-        q_BHSK, k_BGTK, v_BGTK, attn_mask=visible_B1ST, is_causal=is_causal, enable_gqa=enable_gqa
+        q_BHSK, k_BGTK, v_BGTK, attn_mask=visible_B1ST, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return o_BHSK.transpose(1, 2)
 

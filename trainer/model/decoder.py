@@ -1,4 +1,5 @@
-"""One decoder for Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3, Mistral, Mixtral and Qwen3-MoE, with Hugging Face's parameter names.
+"""One decoder for dense models (Llama 3.x, SmolLM2, Qwen2/2.5, Qwen3, Mistral) and mixtures of experts (Mixtral, Qwen3-MoE,
+DeepSeek-V2 and V3, GPT-OSS), with Hugging Face's parameter names.
 
 There is no parallelism in it: that attaches from outside, by the `ModelSpec` at the end, which uses nothing that a user's model
 cannot. The kernels `SelfAttention.attend` and `LmHead.loss` are replaceable, and so is the way to `Experts`.
@@ -19,9 +20,10 @@ from torch.nn import Linear, RMSNorm
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
-from titan_ckpt.trainer.model.experts import ExpertsConfig, MixtureOfExperts, check_experts
+from titan_ckpt.trainer.model.experts import ClampedMixture, ExpertsConfig, MixtureOfExperts, check_experts
 from titan_ckpt.trainer.model.head import LmHead
-from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation
+from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, check_latent, latent_rules, latent_weights
+from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation, score_amplitude
 from titan_ckpt.trainer.seams.loss import LossInModel
 from titan_ckpt.trainer.seams.model import (
     Colwise,
@@ -37,9 +39,12 @@ from titan_ckpt.trainer.seams.model import (
     Vocab,
 )
 
-Family: TypeAlias = Literal["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe"]
+Family: TypeAlias = Literal[
+    "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"
+]
 
-MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
+LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
+MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe", *LATENT, "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +67,36 @@ class ModelConfig:
     o_bias: bool = False  # bias of the o projection
     qk_norm: bool = False  # RMSNorm of queries and keys per head
     sliding_window: int | None = None  # tokens that attention looks back; unset: all
+    full_attention_every: int = 0  # with sliding_window: every n-th layer looks back over all tokens; 0: none
+    sinks: bool = False  # a learnt score of each head, to which it attends instead of tokens
+    latent: LatentConfig | None = None  # multi-head latent attention; unset: grouped-query attention
     experts: ExpertsConfig | None = None  # a mixture of experts as feed-forward part; unset: a dense model
     family: Family = "llama"  # architecture in config.json
 
     @property
     def head_size(self) -> int:
-        """Elements per head, given or derived."""
+        """Elements per head's query and key, given or derived."""
+        if self.latent is not None:
+            return self.latent.head_dim
         return self.head_dim or self.dim // self.n_heads
 
     @property
     def rope(self) -> RopeConfig:
         """The configuration of rotary embeddings."""
-        return RopeConfig(head_dim=self.head_size, theta=self.rope_theta, scaling=self.rope_scaling)
+        turned = self.head_size if self.latent is None else self.latent.rope_dim
+        return RopeConfig(head_dim=turned, theta=self.rope_theta, scaling=self.rope_scaling)
+
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the attention matrices of a layer."""
+        if self.latent is not None:
+            return latent_weights(self.latent, self.dim, self.n_heads)
+        return 2 * self.dim * self.head_size * (self.n_heads + self.n_kv_heads)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer looks back; None: all."""
+        is_full = self.full_attention_every and (layer + 1) % self.full_attention_every == 0
+        return None if is_full else self.sliding_window
 
     @property
     def dense_layers(self) -> int:
@@ -84,7 +107,7 @@ class ModelConfig:
 class SelfAttention(nn.Module):
     """Grouped-query attention. The number of heads follows from the projections' width, since a rank may have only some."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         D, H, G, K = config.dim, config.n_heads, config.n_kv_heads, config.head_size
         self.head_dim = K
@@ -94,7 +117,9 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(H * K, D, bias=config.o_bias)
         self.q_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else None
-        self.attend: Attend = SdpaAttend(config.sliding_window)
+        self.sinks = nn.Parameter(torch.empty(H)) if config.sinks else None
+        self.window = config.window_of(layer)
+        self.attend: Attend = SdpaAttend(self.window)
 
     def forward(self, x_BSD: Tensor, turn: Rotation, mask: Mask) -> Tensor:
         heads = (-1, self.head_dim)
@@ -103,7 +128,8 @@ class SelfAttention(nn.Module):
         v_BSGK = self.v_proj(x_BSD).unflatten(-1, heads)
         if self.q_norm is not None and self.k_norm is not None:
             q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        o_BSHK = self.attend(rotate(q_BSHK, turn), rotate(k_BSGK, turn), v_BSGK, mask)
+        sinks = () if self.sinks is None else (self.sinks,)
+        o_BSHK = self.attend(rotate(q_BSHK, turn), rotate(k_BSGK, turn), v_BSGK, mask, *sinks)
         o_BSD: Tensor = self.o_proj(o_BSHK.flatten(-2))
         return o_BSD
 
@@ -128,8 +154,18 @@ def feed_forward(config: ModelConfig, layer: int) -> nn.Module:
     experts = config.experts
     if experts is None or layer < experts.dense_layers:
         return FeedForward(config.dim, config.ffn_dim)
+    if experts.limit is not None:
+        return ClampedMixture(experts, config.dim)
     shared = FeedForward(config.dim, experts.shared * experts.ffn_dim) if experts.shared else None
     return MixtureOfExperts(experts, config.dim, shared)
+
+
+def attention(config: ModelConfig, layer: int) -> SelfAttention | LatentAttention:
+    """The attention of a layer."""
+    if config.latent is None:
+        return SelfAttention(config, layer)
+    scale = config.latent.head_dim**-0.5 * score_amplitude(config.rope_scaling)
+    return LatentAttention(config.latent, config.dim, config.n_heads, scale)
 
 
 class DecoderLayer(nn.Module):
@@ -138,7 +174,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
-        self.self_attn = SelfAttention(config)
+        self.self_attn = attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = feed_forward(config, layer)
 
@@ -161,17 +197,17 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
         h_BSD = self.embed_tokens(x)
         turn = rotation(self.rope, positions_BS)
-        mask = self.attend.plan(positions_BS, documents_BS)
+        masks: dict[int | None, Mask] = {}  # one for all layers with the same window
         for layer in self.layers.values():
+            mask = None
+            if isinstance(layer, DecoderLayer):  # not one of another pipeline stage
+                window = layer.self_attn.window
+                if window not in masks:
+                    masks[window] = layer.self_attn.attend.plan(positions_BS, documents_BS)
+                mask = masks[window]
             h_BSD = layer(h_BSD, turn, mask)
         out_BSD: Tensor = self.norm(h_BSD)
         return out_BSD
-
-    @property
-    def attend(self) -> Attend:
-        """The attention that all layers share."""
-        attention = next(layer.self_attn for layer in self.layers.values() if isinstance(layer, DecoderLayer))
-        return attention.attend
 
 
 class Decoder(nn.Module):
@@ -208,8 +244,8 @@ INIT_STD = 0.02
 
 def initial(fqn: str, n_layers: int) -> Initial:
     """How a weight is initialised; projections into the residual stream are scaled down by sqrt(2 x layers), as in GPT-2."""
-    if fqn.endswith(".bias") or "norm" in fqn:
-        return Constant(value=0.0 if fqn.endswith(".bias") else 1.0)
+    if fqn.endswith("bias") or "norm" in fqn:
+        return Constant(value=0.0 if fqn.endswith("bias") else 1.0)
     into_residual = fqn.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
     return Normal(std=INIT_STD / math.sqrt(2 * n_layers) if into_residual else INIT_STD)
 
@@ -220,10 +256,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
     Source: PaLM, appendix B. The embedding look-up counts nothing, nor do experts that a token does not use; the causal mask is
     not deducted.
     """
-    head, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
-    attention = model.n_layers * model.dim * (2 * head + 2 * kv)
+    head = model.n_heads * model.head_size
     dense = model.dense_layers * 3 * model.dim * model.ffn_dim
-    weights = attention + dense + model.vocab_size * model.dim
+    weights = model.n_layers * model.attention_weights + dense + model.vocab_size * model.dim
     if model.experts is not None:
         active = model.experts.per_token + model.experts.shared
         mixture = model.dim * (3 * active * model.experts.ffn_dim + model.experts.number)
@@ -237,8 +272,9 @@ def decoder(config: ModelConfig) -> ModelSpec:
         raise ConfigError(
             f"model: {config.n_heads} query heads are not a multiple of {config.n_kv_heads} key/value heads"
         )
-    if not config.head_dim and config.dim % config.n_heads:
+    if config.latent is None and not config.head_dim and config.dim % config.n_heads:
         raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
+    _check_attention(config)
     _check_mixture(config)
     return ModelSpec(
         name=f"the decoder of family {config.family}",
@@ -261,6 +297,31 @@ def decoder(config: ModelConfig) -> ModelSpec:
     )
 
 
+def _check_attention(config: ModelConfig) -> None:
+    """ConfigError for options of attention that contradict each other or the family."""
+    latent, every = config.latent, config.full_attention_every
+    if (latent is not None) != (config.family in LATENT):
+        which = "must have" if latent is None else "cannot have"
+        raise ConfigError(
+            f"model: family {config.family} {which} the table [model.latent]; it is for {', '.join(LATENT)}"
+        )
+    if latent is not None:
+        check_latent(latent)
+        options = ("qkv_bias", "o_bias", "qk_norm", "sliding_window", "sinks", "head_dim")
+        if given := [name for name in options if getattr(config, name)]:
+            raise ConfigError(
+                f"model.{given[0]} = {getattr(config, given[0])}: latent attention has none; leave it out"
+            )
+        if config.n_kv_heads != config.n_heads:
+            raise ConfigError(f"model: latent attention has as many key/value heads as n_heads = {config.n_heads}")
+    if config.sinks and config.family != "gpt_oss":
+        raise ConfigError(f"model.sinks: family {config.family} has none; gpt_oss has")
+    if every and (every < 2 or config.sliding_window is None):
+        raise ConfigError(
+            f"model.full_attention_every = {every}: must be 0, or at least 2 with model.sliding_window set"
+        )
+
+
 def _check_mixture(config: ModelConfig) -> None:
     """ConfigError for experts that contradict each other or the family."""
     experts, is_mixture = config.experts, config.family in MIXTURES
@@ -277,6 +338,10 @@ def _check_mixture(config: ModelConfig) -> None:
         raise ConfigError(
             f"model.ffn_dim = {config.ffn_dim}, model.experts.ffn_dim = {experts.ffn_dim}: family mixtral has one width for both"
         )
+    if (experts.limit is not None) != (config.family == "gpt_oss"):
+        raise ConfigError(
+            "model.experts.limit, of the clamped SwiGLU with biases, is what family gpt_oss has and no other"
+        )
     if experts.dense_layers >= config.n_layers:
         raise ConfigError(
             f"model.experts.dense_layers = {experts.dense_layers} leaves no layer of {config.n_layers} for experts"
@@ -285,24 +350,34 @@ def _check_mixture(config: ModelConfig) -> None:
 
 def _tensor_rules(config: ModelConfig) -> dict[str, Rule]:
     """q, k and v are cut between heads: a rank has the query heads of its key/value heads. Experts are whole."""
-    layer, size, groups = "model.layers.*", config.head_size, config.n_heads // config.n_kv_heads
+    layer = "model.layers.*"
     rules: dict[str, Rule] = {
         "model.embed_tokens": Vocab(),
-        f"{layer}.self_attn": Region(),
-        f"{layer}.self_attn.[kv]_proj": Colwise(unit=size, of="key/value heads"),
-        f"{layer}.self_attn.q_proj": Colwise(unit=size * groups, of="key/value heads"),
-        f"{layer}.self_attn.o_proj": Rowwise(unit=size * groups, of="key/value heads"),
         f"{layer}.*layernorm": Shared(),
         "model.norm": Shared(),
         "lm_head": Head(),
     }
-    rules |= {f"{layer}.self_attn.[qk]_norm": Shared()} if config.qk_norm else {}
+    rules |= _attention_rules(f"{layer}.self_attn", config)
     if config.experts is None:
         return rules | _feed_forward_rules(f"{layer}.mlp")
-    rules |= {f"{layer}.mlp.gate": Shared(), f"{layer}.mlp.experts": Shared()}
+    router = "gate" if config.experts.limit is None else "router"
+    rules |= {f"{layer}.mlp.{router}": Shared(), f"{layer}.mlp.experts": Shared()}
     for dense in range(config.dense_layers):
         rules |= _feed_forward_rules(f"model.layers.{dense}.mlp")
     return rules | (_feed_forward_rules(f"{layer}.mlp.shared_experts") if config.experts.shared else {})
+
+
+def _attention_rules(module: str, config: ModelConfig) -> dict[str, Rule]:
+    if config.latent is not None:
+        return {module: Region()} | latent_rules(module, config.latent)
+    size, groups = config.head_size, config.n_heads // config.n_kv_heads
+    rules: dict[str, Rule] = {
+        module: Region(divided=("sinks",) if config.sinks else ()),
+        f"{module}.[kv]_proj": Colwise(unit=size, of="key/value heads"),
+        f"{module}.q_proj": Colwise(unit=size * groups, of="key/value heads"),
+        f"{module}.o_proj": Rowwise(unit=size * groups, of="key/value heads"),
+    }
+    return rules | ({f"{module}.[qk]_norm": Shared()} if config.qk_norm else {})
 
 
 def _feed_forward_rules(module: str) -> dict[str, Rule]:

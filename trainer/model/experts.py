@@ -36,10 +36,13 @@ class ExpertsConfig:
     scores: Literal["softmax", "sigmoid"] = "softmax"  # from the router's outputs to scores
     correction_bias: bool = False  # a bias of each expert that counts in the choice only; [experts] bias_rate moves it
     groups: int = 1  # groups of experts, of which a token uses groups_per_token
-    groups_per_token: int = 1  # those with the largest sum of their two best scores
+    groups_per_token: int = 1  # those with the largest sum of their group_best best scores
+    group_best: int = 2  # DeepSeek-V3: 2, DeepSeek-V2: 1
     scale: float = 1.0  # factor of the weights
     shared: int = 0  # experts that every token goes through, as one feed-forward of shared x ffn_dim
     dense_layers: int = 0  # first layers with model.ffn_dim and no experts
+    limit: float | None = None  # GPT-OSS: clamped SwiGLU, with biases of experts and router; unset: SwiGLU
+    alpha: float = 1.702  # with limit: slope of the gate's sigmoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +69,18 @@ def check_experts(config: ExpertsConfig) -> None:
             raise ConfigError(f"model.experts.{name} = {value}: must be from 1 to {1 << 24}")
     if config.number % config.groups:
         raise ConfigError(f"model.experts: {config.number} experts / {config.groups} groups is not whole")
-    if config.groups > 1 and config.number // config.groups < 2:
-        raise ConfigError("model.experts: a group is chosen by its two best experts, so it must have two")
+    if config.groups > 1 and not 1 <= config.group_best <= config.number // config.groups:
+        raise ConfigError(
+            f"model.experts: a group of {config.number // config.groups} is chosen by its group_best = {config.group_best} "
+            "best experts, so it must have as many"
+        )
     if config.groups_per_token > config.groups:
         raise ConfigError(f"model.experts: groups_per_token {config.groups_per_token} of {config.groups} groups")
     most = config.number // config.groups * config.groups_per_token
     if config.per_token > most:
         raise ConfigError(f"model.experts: per_token {config.per_token}, but a token can reach {most} experts")
+    if config.limit is not None and (config.shared or not (config.limit > 0.0 and 0.0 < config.alpha < 1e30)):
+        raise ConfigError("model.experts: with limit there are no shared experts, and limit and alpha are more than 0")
     if config.shared < 0 or config.dense_layers < 0 or not 0.0 < config.scale < 1e30:
         raise ConfigError("model.experts: shared and dense_layers must be at least 0, scale more than 0")
 
@@ -91,6 +99,7 @@ class Router(nn.Module):
         super().__init__()
         self.config, self.balance = config, BalanceConfig()
         self.weight = nn.Parameter(torch.empty(config.number, dim))
+        self.bias = None if config.limit is None else nn.Parameter(torch.empty(config.number))
         self.register_buffer("load_E", torch.zeros(config.number, dtype=torch.int64), persistent=False)
         self.register_buffer("total_E", torch.zeros(config.number, dtype=torch.int64), persistent=False)
         if config.correction_bias:
@@ -100,7 +109,8 @@ class Router(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [T, K] in float32 and the experts they belong to."""
-        logits_TE = F.linear(x_BSD.flatten(0, 1).float(), self.weight.float())
+        bias_E = None if self.bias is None else self.bias.float()
+        logits_TE = F.linear(x_BSD.flatten(0, 1).float(), self.weight.float(), bias_E)
         is_softmax = self.config.scores == "softmax"
         scores_TE = logits_TE.softmax(dim=-1) if is_softmax else logits_TE.sigmoid()
         experts_TK = self.choose(scores_TE.detach())
@@ -114,17 +124,17 @@ class Router(nn.Module):
         return weights_TK * self.config.scale, experts_TK
 
     @property
-    def bias(self) -> Tensor | None:
+    def correction(self) -> Tensor | None:
         """The correction bias, if the router has one."""
         return self._buffers.get(BIAS)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """The experts [T, K] with the best scores, the correction bias added, in the best groups."""
-        if self.bias is not None:
-            scores_TE = scores_TE + self.bias
+        if self.correction is not None:
+            scores_TE = scores_TE + self.correction
         if self.config.groups > 1:
             by_group_TGE = scores_TE.view(len(scores_TE), self.config.groups, -1)
-            groups_TG = by_group_TGE.topk(2, dim=-1).values.sum(dim=-1)
+            groups_TG = by_group_TGE.topk(self.config.group_best, dim=-1).values.sum(dim=-1)
             best_T = groups_TG.topk(self.config.groups_per_token, dim=-1).indices
             is_open_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, best_T, True)
             scores_TE = by_group_TGE.masked_fill(~is_open_TG[..., None], -torch.inf).flatten(1)
@@ -146,9 +156,9 @@ class Router(nn.Module):
     def add_load(self, load_E: Tensor) -> None:
         """Count a step's tokens of all ranks, and move the bias towards experts with fewer than the mean."""
         self.total_E += load_E
-        if self.bias is not None and self.balance.bias_rate:
+        if self.correction is not None and self.balance.bias_rate:
             load = load_E.double()
-            self.bias.add_((load.mean() - load).sign().to(self.bias), alpha=self.balance.bias_rate)
+            self.correction.add_((load.mean() - load).sign().to(self.correction), alpha=self.balance.bias_rate)
 
     def _with_losses(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, experts_TK: Tensor, batch: int
@@ -180,17 +190,15 @@ class Router(nn.Module):
         return counts_BE * number / counts_BE.sum(dim=1, keepdim=True)
 
 
-class Experts(nn.Module):
-    """SwiGLU feed-forwards, one for each expert, in weights that transformers' modules have too: [E, ...].
+class _Experts(nn.Module):
+    """Feed-forwards, one for each expert, in weights that transformers' modules have too: [E, ...].
 
     A rank may have only some of the experts: then `exchange` is set.
     """
 
-    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()
-        self.number = config.number
-        self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
-        self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
+        self.number = number
         self.exchange: Exchange | None = None
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor) -> Tensor:
@@ -206,8 +214,41 @@ class Experts(nn.Module):
 
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, through their experts."""
+        raise NotImplementedError
+
+
+class Experts(_Experts):
+    """SwiGLU."""
+
+    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+        super().__init__(config.number)
+        self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
+
+    def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         gate_NF, up_NF = grouped_product(rows_ND, self.gate_up_proj, counts_E).chunk(2, dim=-1)
         return grouped_product(F.silu(gate_NF) * up_NF, self.down_proj, counts_E)
+
+
+class ClampedExperts(_Experts):
+    """GPT-OSS's: gate and up are clamped, their columns alternate, and all weights are [E, inputs, outputs] with biases."""
+
+    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+        super().__init__(config.number)
+        assert config.limit is not None
+        self.limit, self.alpha = config.limit, config.alpha
+        self.gate_up_proj = nn.Parameter(torch.empty(config.number, dim, 2 * config.ffn_dim))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim))
+        self.down_proj = nn.Parameter(torch.empty(config.number, config.ffn_dim, dim))
+        self.down_proj_bias = nn.Parameter(torch.empty(config.number, dim))
+
+    def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
+        both_NF = grouped_product(rows_ND, self.gate_up_proj.mT, counts_E)
+        both_NF = both_NF + of_each_row(self.gate_up_proj_bias, counts_E)
+        gate_NF, up_NF = both_NF[:, 0::2].clamp(max=self.limit), both_NF[:, 1::2].clamp(-self.limit, self.limit)
+        h_NF = (up_NF + 1.0) * gate_NF * torch.sigmoid(self.alpha * gate_NF)
+        y_ND = grouped_product(h_NF, self.down_proj.mT, counts_E)
+        return y_ND + of_each_row(self.down_proj_bias, counts_E)
 
 
 class MixtureOfExperts(nn.Module):
@@ -220,10 +261,32 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = shared
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        weights_TK, experts_TK = self.gate(x_BSD)
-        y_TKD = self.experts(x_BSD.flatten(0, 1), experts_TK).unflatten(0, experts_TK.shape)
-        y_BSD: Tensor = (y_TKD * weights_TK[..., None].to(y_TKD)).sum(dim=1).view_as(x_BSD)
+        y_BSD = _mixed(self.gate, self.experts, x_BSD)
         return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+
+
+class ClampedMixture(nn.Module):
+    """GPT-OSS's feed-forward part."""
+
+    def __init__(self, config: ExpertsConfig, dim: int) -> None:
+        super().__init__()
+        self.router = Router(config, dim)
+        self.experts = ClampedExperts(config, dim)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return _mixed(self.router, self.experts, x_BSD)
+
+
+def _mixed(router: Router, experts: _Experts, x_BSD: Tensor) -> Tensor:
+    weights_TK, experts_TK = router(x_BSD)
+    y_TKD = experts(x_BSD.flatten(0, 1), experts_TK).unflatten(0, experts_TK.shape)
+    y_BSD: Tensor = (y_TKD * weights_TK[..., None].to(y_TKD)).sum(dim=1).view_as(x_BSD)
+    return y_BSD
+
+
+def of_each_row(values_EO: Tensor, counts_E: Tensor) -> Tensor:
+    """The values of its expert for every row: [N, O]."""
+    return values_EO.repeat_interleave(counts_E, dim=0)
 
 
 def grouped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -277,8 +277,10 @@ def check_tensor_cuts(plan: Plan, tp: int) -> None:
         raise ConfigError(f"{spec.name}: ModelSpec.tensor is empty, so tp={tp} has nothing to divide; set mesh.tp = 1")
     covering = {fqn for fqn, rule in plan.rules.items() if isinstance(rule, Shared | Whole)}
     for fqn, weight in plan.module.named_parameters():
-        owner = fqn.rpartition(".")[0]
-        dim = plan.cut(owner)
+        owner, _, name = fqn.rpartition(".")
+        rule, dim = plan.rules.get(owner), plan.cut(owner)
+        if isinstance(rule, Region) and name in rule.divided:
+            dim = 0
         if dim is not None:
             _check_cut(fqn, weight, plan.rules[owner], dim, tp)
         elif not is_below(owner, covering):

@@ -30,6 +30,8 @@ class RopeScaling:
     beta_slow: float = 1.0  # yarn: rotations below which it is scaled in full
     attention_factor: float | None = None  # yarn: multiplies cosine and sine; unset: 0.1 ln(factor) + 1
     truncate: bool = True  # yarn: round the limits to whole dimensions
+    mscale: float | None = None  # yarn: with mscale_all_dim, cosine and sine have the ratio of the two amplitudes
+    mscale_all_dim: float | None = None  # of latent attention: its amplitude, squared, multiplies all scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,11 @@ def rotation(config: RopeConfig, positions_BS: Tensor) -> Rotation:
     amplitude = _amplitude(config.scaling)
     cos_BS1P, sin_BS1P = angles_BS1P.cos() * amplitude, angles_BS1P.sin() * amplitude
     return torch.cat([cos_BS1P, cos_BS1P], dim=-1), torch.cat([-sin_BS1P, sin_BS1P], dim=-1)
+
+
+def from_pairs(x_BSHK: Tensor) -> Tensor:
+    """Adjacent elements that turn together, as DeepSeek's weights give them, in half-split order."""
+    return x_BSHK.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
@@ -119,9 +126,23 @@ def _yarn(plain_P: Tensor, config: RopeConfig, scaling: RopeScaling) -> Tensor:
     return plain_P * (1.0 - slowed_P) + plain_P / scaling.factor * slowed_P
 
 
+def score_amplitude(scaling: RopeScaling | None) -> float:
+    """What `mscale_all_dim` multiplies the scores of latent attention by."""
+    if scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _yarn_amplitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
 def _amplitude(scaling: RopeScaling | None) -> float:
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1.0 else 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        of_all = _yarn_amplitude(scaling.factor, scaling.mscale_all_dim)
+        return _yarn_amplitude(scaling.factor, scaling.mscale) / of_all
+    return _yarn_amplitude(scaling.factor, 1.0)
+
+
+def _yarn_amplitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_ckpt.trainer.model.attention import sdpa, visibility_mask
-from titan_ckpt.trainer.parallel.context_blocks import QueryKeyBlock, block_backward, block_forward
+from titan_ckpt.trainer.model.attention_blocks import (
+    QueryKeyBlock,
+    add_sinks,
+    block_backward,
+    block_forward,
+    sinks_gradient,
+)
 
 
 def head_tail_positions(seq_len: int, degree: int, rank: int, device: torch.device | None = None) -> Tensor:
@@ -53,8 +59,8 @@ class GatherPlan:
 class AllGatherAttend:
     """Gathers keys and values; the head chunk attends to a shorter prefix than the tail chunk."""
 
-    def __init__(self, group: dist.ProcessGroup, window: int | None = None) -> None:
-        self.group, self.window = group, window
+    def __init__(self, group: dist.ProcessGroup, window: int | None = None, scale: float | None = None) -> None:
+        self.group, self.window, self.scale = group, window, scale
         self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> GatherPlan:
@@ -70,11 +76,13 @@ class AllGatherAttend:
         order_W = _all_positions(keys_1W.shape[1], self.degree, positions_BS.device).flatten().argsort()
         return GatherPlan(order_W=order_W, lengths=ends, visible_B1ST=(masks[0], masks[1]))
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: GatherPlan) -> Tensor:
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: GatherPlan, sinks_H: Tensor | None = None
+    ) -> Tensor:
         kv: Tensor = _GatherSequence.apply(torch.cat([k_BTGK, v_BTGK], dim=-1), self.group)  # type: ignore[no-untyped-call]
         k_BWGK, v_BWGK = kv[:, mask.order_W].chunk(2, dim=-1)
         halves = [
-            sdpa(q_BSGK, k_BWGK[:, :end], v_BWGK[:, :end], seen, is_causal=False)
+            sdpa(q_BSGK, k_BWGK[:, :end], v_BWGK[:, :end], seen, is_causal=False, scale=self.scale, sinks_H=sinks_H)
             for q_BSGK, end, seen in zip(q_BSHK.chunk(2, dim=1), mask.lengths, mask.visible_B1ST, strict=True)
         ]
         return torch.cat(halves, dim=1)
@@ -99,8 +107,8 @@ class _GatherSequence(torch.autograd.Function):
 class RingAttend:
     """Ring attention."""
 
-    def __init__(self, group: dist.ProcessGroup, window: int | None = None) -> None:
-        self.group, self.window = group, window
+    def __init__(self, group: dist.ProcessGroup, window: int | None = None, scale: float | None = None) -> None:
+        self.group, self.window, self.scale = group, window, scale
         self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> list[QueryKeyBlock]:
@@ -117,26 +125,36 @@ class RingAttend:
                 (None, None) if documents_BS is None else (documents_BS[:, mine_S], documents_BS[:, theirs_T])
             )
             seen = visibility_mask(mine_S[None], theirs_T[None], ours, theirs, self.window)
-            blocks.append(QueryKeyBlock(visible_B1ST=seen))
+            blocks.append(QueryKeyBlock(visible_B1ST=seen, scale=self.scale))
         return blocks
 
     def _causal_block(self, source: int, chunk: int) -> QueryKeyBlock:
         if source == self.rank:
-            return QueryKeyBlock(is_causal=True)
+            return QueryKeyBlock(is_causal=True, scale=self.scale)
         if source < self.rank:  # their head is before all of ours, their tail after
-            return QueryKeyBlock(keys=slice(0, chunk))
-        return QueryKeyBlock(queries=slice(chunk, None))  # all of theirs is before our tail, after our head
+            return QueryKeyBlock(keys=slice(0, chunk), scale=self.scale)
+        return QueryKeyBlock(
+            queries=slice(chunk, None), scale=self.scale
+        )  # all of theirs is before our tail, after our head
 
-    def __call__(self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: list[QueryKeyBlock]) -> Tensor:
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: list[QueryKeyBlock], sinks_H: Tensor | None = None
+    ) -> Tensor:
         q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2).contiguous() for x in (q_BSHK, k_BTGK, v_BTGK))
-        o_BHSK: Tensor = _Ring.apply(q_BHSK, k_BGTK, v_BGTK, mask, self.group)  # type: ignore[no-untyped-call]
+        o_BHSK: Tensor = _Ring.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask, self.group)  # type: ignore[no-untyped-call]
         return o_BHSK.transpose(1, 2)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, blocks: list[QueryKeyBlock], group: dist.ProcessGroup
+        ctx: Any,
+        q_BHSK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        sinks_H: Tensor | None,
+        blocks: list[QueryKeyBlock],
+        group: dist.ProcessGroup,
     ) -> Tensor:
         kv = torch.stack([k_BGTK, v_BGTK])
         out_BHSK = torch.zeros_like(q_BHSK, dtype=torch.float32)
@@ -148,14 +166,16 @@ class _Ring(torch.autograd.Function):
             _merge(out_BHSK[:, :, rows], lse_BHS[:, :, rows], o, lse)
             if arriving is not None:
                 kv = arriving.wait()
+        if sinks_H is not None:
+            lse_BHS = add_sinks(out_BHSK, lse_BHS, sinks_H)
         out_BHSK = out_BHSK.to(q_BHSK.dtype)
-        ctx.save_for_backward(q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS)
+        ctx.save_for_backward(q_BHSK, k_BGTK, v_BGTK, sinks_H, out_BHSK, lse_BHS)
         ctx.blocks, ctx.group = blocks, group
         return out_BHSK
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS = ctx.saved_tensors
+        q_BHSK, k_BGTK, v_BGTK, sinks_H, out_BHSK, lse_BHS = ctx.saved_tensors
         grad_BHSK = grads[0].contiguous()
         kv = torch.stack([k_BGTK, v_BGTK])
         grad_q = torch.zeros_like(q_BHSK, dtype=torch.float32)
@@ -178,7 +198,8 @@ class _Ring(torch.autograd.Function):
             grad_kv = _pass_on(grad_kv, ctx.group).wait()
             if arriving is not None:
                 kv = arriving.wait()
-        return grad_q.to(q_BHSK.dtype), grad_kv[0].to(k_BGTK.dtype), grad_kv[1].to(v_BGTK.dtype), None, None
+        grad_sinks = None if sinks_H is None else sinks_gradient(grad_BHSK, out_BHSK, lse_BHS, sinks_H)
+        return grad_q.to(q_BHSK.dtype), grad_kv[0].to(k_BGTK.dtype), grad_kv[1].to(v_BGTK.dtype), grad_sinks, None, None
 
 
 def _merge(out_BHSK: Tensor, lse_BHS: Tensor, new_BHSK: Tensor, new_lse_BHS: Tensor) -> None:

@@ -232,7 +232,7 @@ class Parallelized:
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (a DTensor if sharded), for saving and for loading in place."""
         weights = {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
-        biases = {f"{fqn}.{BIAS}": r.bias for fqn, r in self.routers() if r.bias is not None}
+        biases = {f"{fqn}.{BIAS}": r.correction for fqn, r in self.routers() if r.correction is not None}
         return weights | biases
 
     def router_state(self) -> dict[str, Tensor]:

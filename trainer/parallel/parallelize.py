@@ -137,23 +137,26 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
 
 
 def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """Share one attention kernel among all blocks: context parallel if cp > 1, FlexAttention if configured."""
+    """Share attention kernels among blocks with the same window: context parallel if cp > 1, FlexAttention if configured."""
     modules = [module for _, module in here(part, plan.attention)]
-    if not modules:
+    is_flex = parallel.attention == "flex"
+    if ranks.cp_group is None and not is_flex:
         return
-    attend: Attend
-    window = getattr(modules[0].attend, "window", None)
-    if ranks.cp_group is not None:
-        kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
-        attend = kind(ranks.cp_group, window)
-    elif parallel.attention == "flex":
-        if ranks.device.type == "cpu":
-            raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
-        attend = FlexAttend(window)
-    else:
-        return
+    if modules and ranks.cp_group is None and ranks.device.type == "cpu":
+        raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
+    kernels: dict[tuple[int | None, float | None], Attend] = {}
     for module in modules:
-        module.__dict__["attend"] = attend
+        window, scale = getattr(module.attend, "window", None), getattr(module.attend, "scale", None)
+        if (window, scale) not in kernels:
+            kernels[window, scale] = _kernel(window, scale, parallel, ranks)
+        module.__dict__["attend"] = kernels[window, scale]
+
+
+def _kernel(window: int | None, scale: float | None, parallel: ParallelConfig, ranks: RankMesh) -> Attend:
+    if ranks.cp_group is None:
+        return FlexAttend(window, scale)
+    kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
+    return kind(ranks.cp_group, window, scale)
 
 
 def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:

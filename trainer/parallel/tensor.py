@@ -55,7 +55,9 @@ def apply_tensor_parallel(part: nn.Module, plan: Plan, mesh: DeviceMesh, method:
         if isinstance(module, Elsewhere) or rule is None:
             continue
         match rule:
-            case Region():
+            case Region(divided=names):
+                for name in names:
+                    _shard_one(module, name, mesh, 0)
                 _around(module, before=enter, after=leave)
             case Colwise():
                 _shard(module, mesh, 0)

@@ -22,6 +22,8 @@ class Region:
     is a partial sum, as that of a Rowwise projection, and is summed over tp.
     """
 
+    divided: tuple[str, ...] = ()  # its own weights that are cut along dimension 0, such as a number for each head
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Colwise:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class QueryKeyBlock:
     keys: slice = field(default_factory=lambda: slice(None))
     is_causal: bool = False
     visible_B1ST: Tensor | None = None
+    scale: float | None = None  # of the scores; None: 1 / sqrt(K)
 
 
 def block_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, block: QueryKeyBlock) -> tuple[Tensor, Tensor]:
@@ -31,11 +33,13 @@ def block_forward(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, block: QueryKe
     k_BHTK, v_BHTK = (_spread(x, q_BHSK.shape[1]) for x in (k_BGTK, v_BGTK))
     if block.visible_B1ST is None and q_BHSK.device.type == "cpu":
         o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal
+            q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal, scale=block.scale
         )
         return o, lse
     if block.visible_B1ST is None and q_BHSK.dtype != torch.float32:
-        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal)[:2]
+        o, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BHSK, k_BHTK, v_BHTK, 0.0, block.is_causal, scale=block.scale
+        )[:2]
         return o, lse
     scores_BHST = _scores(q_BHSK, k_BHTK, block)
     lse_BHS = scores_BHST.logsumexp(dim=-1)
@@ -57,23 +61,67 @@ def block_backward(
     k_BHTK, v_BHTK = (_spread(x, q_BHSK.shape[1]) for x in (k_BGTK, v_BGTK))
     if block.visible_B1ST is None and q_BHSK.device.type == "cpu":
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, block.is_causal
+            grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, 0.0, block.is_causal, scale=block.scale
         )
     elif block.visible_B1ST is None and q_BHSK.dtype != torch.float32:
-        dq, dk, dv = _flash_backward(grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, block.is_causal)
+        dq, dk, dv = _flash_backward(grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, block)
     else:
         dq, dk, dv = _written_out_backward(grad_BHSK, q_BHSK, k_BHTK, v_BHTK, out_BHSK, lse_BHS, block)
     return dq, _gather_heads(dk, groups), _gather_heads(dv, groups)
 
 
+def add_sinks(out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+    """Merge a score without a value into `out`, in place; returns the new log-sum-exp."""
+    total_BHS = torch.logaddexp(lse_BHS, sinks_H[:, None].to(lse_BHS))
+    out_BHSK.mul_((lse_BHS - total_BHS).exp()[..., None])
+    return total_BHS
+
+
+def sinks_gradient(grad_BHSK: Tensor, out_BHSK: Tensor, lse_BHS: Tensor, sinks_H: Tensor) -> Tensor:
+    """The gradient of the sinks from the merged values and log-sum-exp."""
+    pull_BHS = (grad_BHSK.float() * out_BHSK.float()).sum(dim=-1)
+    weights_BHS = (sinks_H[:, None].float() - lse_BHS.float()).exp()
+    return -(weights_BHS * pull_BHS).sum(dim=(0, 2)).to(sinks_H.dtype)
+
+
+def attention_with_sinks(
+    q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, sinks_H: Tensor, block: QueryKeyBlock
+) -> Tensor:
+    """Attention in which each head has a sink, differentiable."""
+    out_BHSK: Tensor = _WithSinks.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, block)  # type: ignore[no-untyped-call]
+    return out_BHSK
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, sinks_H: Tensor, block: QueryKeyBlock
+    ) -> Tensor:
+        out_BHSK, lse_BHS = block_forward(q_BHSK, k_BGTK, v_BGTK, block)
+        total_BHS = add_sinks(out_BHSK, lse_BHS, sinks_H)
+        out_BHSK = out_BHSK.to(q_BHSK.dtype)
+        ctx.save_for_backward(q_BHSK, k_BGTK, v_BGTK, sinks_H, out_BHSK, total_BHS)
+        ctx.block = block
+        return out_BHSK
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q_BHSK, k_BGTK, v_BGTK, sinks_H, out_BHSK, lse_BHS = ctx.saved_tensors
+        grad_BHSK = grads[0].contiguous()
+        dq, dk, dv = block_backward(grad_BHSK, q_BHSK, k_BGTK, v_BGTK, out_BHSK, lse_BHS, ctx.block)
+        ds_H = sinks_gradient(grad_BHSK, out_BHSK, lse_BHS, sinks_H)
+        return dq.to(q_BHSK.dtype), dk.to(k_BGTK.dtype), dv.to(v_BGTK.dtype), ds_H, None
+
+
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: QueryKeyBlock
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # random state, unused without dropout
     q_len, k_len = q.shape[2], k.shape[2]
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, is_causal, unused, unused
-    )
+        grad, q, k, v, out, lse.contiguous(), None, None, q_len, k_len, 0.0, block.is_causal, unused, unused,
+        scale=block.scale,
+    )  # fmt: skip
     return grads
 
 
@@ -83,16 +131,20 @@ def _written_out_backward(
     grad = grad.float()
     weights_BHST = (_scores(q, k, block) - lse[..., None]).exp()
     pull_BHS1 = (grad * out.float()).sum(dim=-1, keepdim=True)
-    grad_scores_BHST = weights_BHST * (grad @ v.float().mT - pull_BHS1) / math.sqrt(q.shape[-1])
+    grad_scores_BHST = weights_BHST * (grad @ v.float().mT - pull_BHS1) * _scale(q, block)
     return grad_scores_BHST @ k.float(), grad_scores_BHST.mT @ q.float(), weights_BHST.mT @ grad
 
 
 def _scores(q_BHSK: Tensor, k_BHTK: Tensor, block: QueryKeyBlock) -> Tensor:
-    scores_BHST = (q_BHSK.float() @ k_BHTK.float().mT) / math.sqrt(q_BHSK.shape[-1])
+    scores_BHST = (q_BHSK.float() @ k_BHTK.float().mT) * _scale(q_BHSK, block)
     seen = block.visible_B1ST
     if block.is_causal:
         seen = torch.ones(scores_BHST.shape[-2:], dtype=torch.bool, device=q_BHSK.device).tril()
     return scores_BHST if seen is None else scores_BHST.masked_fill(~seen, -torch.inf)
+
+
+def _scale(q_BHSK: Tensor, block: QueryKeyBlock) -> float:
+    return block.scale if block.scale is not None else 1.0 / math.sqrt(q_BHSK.shape[-1])
 
 
 def _spread(x_BGTK: Tensor, heads: int) -> Tensor:
