@@ -53,7 +53,8 @@ def read_experts(config: Mapping[str, Any], values: Mapping[str, Any], family: H
 
 
 def _deepseek(values: Mapping[str, Any], sizes: Mapping[str, Any], *, is_v3: bool, where: str) -> Experts:
-    supported = {"scoring_func": "sigmoid" if is_v3 else "softmax", "moe_layer_freq": 1}
+    scores = "sigmoid" if is_v3 else "softmax"
+    supported: dict[str, Any] = {"scoring_func": scores, "moe_layer_freq": 1}
     methods = ("noaux_tc",) if is_v3 else ("greedy", _GROUPED)
     for key, only in supported.items():
         if values.get(key, only) != only:
@@ -73,7 +74,7 @@ def _deepseek(values: Mapping[str, Any], sizes: Mapping[str, Any], *, is_v3: boo
     return Experts(
         **sizes,
         norm_topk_prob=bool(values["norm_topk_prob"]),
-        scores=supported["scoring_func"],
+        scores=scores,
         correction_bias=is_v3,
         groups=groups,
         groups_per_token=per_token,
@@ -140,4 +141,5 @@ def is_of_prediction_layer(name: str, config: Mapping[str, Any]) -> bool:
     more = config.get("num_nextn_predict_layers")
     if layer is None or type(more) is not int:
         return False
-    return config["num_hidden_layers"] <= int(layer.group(1)) < config["num_hidden_layers"] + more
+    first: int = config["num_hidden_layers"]
+    return first <= int(layer.group(1)) < first + more

@@ -86,7 +86,7 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, turn: Rotation, mask: Mask) -> Tensor:
         config = self.config
-        q_BSHK = self._queries(x_BSD).unflatten(-1, (-1, config.head_dim))
+        q_BSHK = torch.unflatten(self._queries(x_BSD), -1, (-1, config.head_dim))
         c_BSC, k_rope_BSR = self.kv_a_proj_with_mqa(x_BSD).split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(c_BSC)).unflatten(-1, (-1, config.nope_dim + config.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHX.split([config.nope_dim, config.value_dim], dim=-1)

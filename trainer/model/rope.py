@@ -54,7 +54,7 @@ def rotation(config: RopeConfig, positions_BS: Tensor) -> Rotation:
 
 def from_pairs(x_BSHK: Tensor) -> Tensor:
     """Adjacent elements that turn together, as DeepSeek's weights give them, in half-split order."""
-    return x_BSHK.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.unflatten(x_BSHK, -1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def rotate(x_BSHK: Tensor, by: Rotation) -> Tensor:
