@@ -30,6 +30,7 @@ from titan_ckpt.converters.models.contract import (
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, name_in
+from titan_ckpt.converters.quantised.store import DequantisedStore
 from titan_ckpt.errors import LoadContractError, NotFoundError
 from titan_ckpt.format.dcp_read import FOREIGN_ATTEMPT
 from titan_ckpt.format.digest import digest
@@ -60,7 +61,9 @@ class HfCheckpoint(Checkpoint):
         return (*self.model.files, *index, *(name for name in self.model.assets if name != README))
 
     def recorded(self) -> list[Recorded]:
-        """Digests from `titan_ckpt_digests.json`, else the names of a hub cache's blobs."""
+        """Digests from `titan_ckpt_digests.json`, else the names of a hub cache's blobs; of packed weights there are none."""
+        if isinstance(self.model.store, DequantisedStore):
+            return []
         digests = read_digests(self.model.store)
         if digests is None:
             return list(of_hub_blobs(self.model.store, self.files_read))

@@ -10,17 +10,27 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files, check_own_folder, local_names
 from titan_ckpt.converters.hf.assets import CONFIG, carry, is_carried, why_left_out
-from titan_ckpt.converters.hf.config import QUANTISED_FILES, Config, declared_dtype, parse_config, spec_from_hf
+from titan_ckpt.converters.hf.config import (
+    QUANTISED_FILES,
+    Config,
+    declared_dtype,
+    encode_config,
+    parse_config,
+    spec_from_hf,
+)
 from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, read_digests
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
 from titan_ckpt.converters.models.hf_mixtures import is_of_prediction_layer
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.converters.models.tensor_names import is_computed
+from titan_ckpt.converters.quantised.formats import ROUND
+from titan_ckpt.converters.quantised.plan import SETTINGS, BlockFormat, block_format, find_packed
+from titan_ckpt.converters.quantised.store import DequantisedStore, Plain
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
 from titan_ckpt.location import StrPath, check_relative, join, url_text
 from titan_ckpt.parsing.json_values import JsonValue, show
@@ -125,6 +135,13 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
     weight_map = _weight_map(store, names)
     weights = _read_files(store, names, weight_map)
     carried = carry(_read_assets(store, found), str(store))
+    assets, dropped = dict(carried.files), dict(carried.left_out)
+    if (packing := block_format(config)) is not None:
+        config = {key: value for key, value in config.items() if key != SETTINGS}
+        dtype = declared_dtype(config, store.where(CONFIG))
+        store, weights = _unpacked(store, weights, packing, dtype if dtype in ROUND else "bfloat16")
+        assets[CONFIG] = encode_config(config)
+        dropped[f"{CONFIG}: {SETTINGS}"] = f"weights of {packing.name} are read as plain numbers"
     others = {name: why_left_out(name) for name in sorted(found) if _is_left_out(name, weights.files)}
     return HfModel(
         store=store,
@@ -133,9 +150,9 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
         tensors=weights.tensors,
         file_of=weights.file_of,
         config=config,
-        assets=carried.files,
+        assets=assets,
         metadata=weights.metadata,
-        left_out=others | dict(carried.left_out),
+        left_out=others | dropped,
     )
 
 
@@ -253,6 +270,30 @@ def _read_files(store: Store, names: Mapping[str, int], weight_map: Mapping[str,
         assert weight_map is not None
         raise DamagedError(f"{store.where(weight_map[lost[0]])}: {lost[0]} is missing, though {INDEX} lists it")
     return _Weights(files=files, tensors=tensors, file_of=file_of, metadata=metadata)
+
+
+def _unpacked(store: Store, weights: _Weights, packing: BlockFormat, dtype: str) -> tuple[Store, _Weights]:
+    """The store and the tensors with plain ones in place of packed ones, behind the other bytes of their files."""
+    paths = {name: weights.files[number] for name, number in weights.file_of.items()}
+    found = find_packed(packing, weights.tensors, paths, where=str(store))
+    ends = {path: store.stat(path).size_bytes for path in weights.files}
+    plain: dict[str, list[Plain]] = {}
+    made: dict[str, StoredTensor] = {}
+    for name, packed in found.packed.items():
+        path = packed.values.path
+        tensor = Plain(packed=packed, dtype=dtype, offset=ends[path])
+        ends[path] += tensor.length
+        plain.setdefault(path, []).append(tensor)
+        made[name] = StoredTensor(
+            name=name, dtype=dtype, shape=packed.shape, offset=tensor.offset, length=tensor.length
+        )
+    numbers = {path: number for number, path in enumerate(weights.files)}
+    kept = {name: tensor for name, tensor in weights.tensors.items() if name not in found.parts}
+    file_of = {name: weights.file_of[name] for name in kept}
+    file_of |= {name: numbers[packed.values.path] for name, packed in found.packed.items()}
+    ordered = sorted({**kept, **made}.values(), key=lambda tensor: (file_of[tensor.name], tensor.offset))
+    tensors = {tensor.name: tensor for tensor in ordered}
+    return DequantisedStore(store, plain), replace(weights, tensors=tensors, file_of=file_of)
 
 
 def _check_listed(store: Store, name: str, file: str, weight_map: Mapping[str, str] | None) -> None:

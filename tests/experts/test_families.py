@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from titan_ckpt.converters.hf.config import spec_from_hf
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.resharding.placement_rules import tensor_parallel
+from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.trainer.config.toml_records import as_dict, build_record
 from titan_ckpt.trainer.model.attention import SdpaAttend, visibility_mask
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, decoder
@@ -20,6 +22,7 @@ from titan_ckpt.trainer.model.experts import Router
 from titan_ckpt.trainer.model.latent import latent_weights
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
+from titan_ckpt.trainer.seams.model import Region
 from tools.training.curves import DEEPSEEK, GPT_OSS
 
 YARN = {
@@ -174,3 +177,20 @@ def test_heads_that_tp_does_not_divide_are_named() -> None:
 def test_a_config_of_every_family_comes_back_from_its_table() -> None:
     for model in (DEEPSEEK, GPT_OSS):
         assert build_record(ModelConfig, as_dict(model), {}) == model
+
+
+@pytest.mark.parametrize("model", [DEEPSEEK, GPT_OSS], ids=lambda model: model.family)
+def test_offline_resharding_cuts_as_the_trainer_does(model: ModelConfig) -> None:
+    plan = plan_of(decoder(model))
+    for fqn in plan.parameters:
+        module, _, name = fqn.rpartition(".")
+        rule = plan.rules.get(module)
+        cut = plan.cut(module)
+        if isinstance(rule, Region) and name in rule.divided:
+            cut = 0
+        if module in plan.experts:
+            expected = {"ep": Shard(0)}
+        else:
+            is_whole = cut is None or (cut == 1 and name == "bias")
+            expected = {} if is_whole else {"tp": Shard(cut)}
+        assert tensor_parallel(f"model.{fqn}") == expected, fqn

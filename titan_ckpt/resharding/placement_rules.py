@@ -15,7 +15,10 @@ from titan_ckpt.toml_text import parse_toml
 
 FSDP_AXES = "dp_shard+cp"
 _DIMENSIONS = frozenset(map(str, range(64)))
-_COLUMN = re.compile(r"(?:^|\.)(?:q_proj|k_proj|v_proj|gate_proj|up_proj|wq|wk|wv|wqkv|w1|w3)\.(?:weight|bias)(?:\.|$)")
+_COLUMN = re.compile(
+    r"(?:^|\.)(?:(?:q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|wq|wk|wv|wqkv|w1|w3)\.(?:weight|bias)|sinks)(?:\.|$)"
+)
+_TO_LATENT = re.compile(r"(?:^|\.)(?:q_a_proj|kv_a_proj_with_mqa)\.weight(?:\.|$)")
 _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm|ln_f)\.(?:weight|bias)(?:\.|$)")
@@ -43,7 +46,7 @@ def tensor_parallel(fqn: str) -> Placements | None:
         return {"tp": Shard(0)}
     if row := _ROW.search(fqn):
         return {"tp": Shard(1)} if row.group(1) == "weight" else {}
-    return {} if _NORM.search(fqn) or _ROUTER.search(fqn) else None
+    return {} if any(whole.search(fqn) for whole in (_NORM, _ROUTER, _TO_LATENT)) else None
 
 
 def match_rule(rules: tuple[PlacementRule, ...], fqn: str) -> Placements | None:

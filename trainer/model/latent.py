@@ -90,7 +90,7 @@ class LatentAttention(nn.Module):
         c_BSC, k_rope_BSR = self.kv_a_proj_with_mqa(x_BSD).split([config.kv_rank, config.rope_dim], dim=-1)
         kv_BSHX = self.kv_b_proj(self.kv_a_layernorm(c_BSC)).unflatten(-1, (-1, config.nope_dim + config.value_dim))
         k_nope_BSHN, v_BSHV = kv_BSHX.split([config.nope_dim, config.value_dim], dim=-1)
-        q_nope_BSHN, q_rope_BSHR = q_BSHK.split([config.nope_dim, config.rope_dim], dim=-1)
+        q_nope_BSHN, q_rope_BSHR = torch.split(q_BSHK, [config.nope_dim, config.rope_dim], dim=-1)
         q_rope_BSHR = rotate(from_pairs(q_rope_BSHR), turn)
         k_rope_BS1R = rotate(from_pairs(k_rope_BSR[:, :, None]), turn)
         k_rope_BSHR = k_rope_BS1R.expand(-1, -1, k_nope_BSHN.shape[2], -1)

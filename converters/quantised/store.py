@@ -1,0 +1,192 @@
+"""A read-only view of a store in which packed tensors are plain ones, multiplied out while they are read.
+
+A file keeps its bytes, and after the last come the plain tensors made from what it holds. So offsets of other tensors stay, and a
+plain tensor is read as any other: in ranges, by several threads, in memory that does not grow with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+import numpy as np
+
+from titan_ckpt.checkpoint.uncompressed import DecodedStore
+from titan_ckpt.converters.quantised.formats import (
+    ROUND,
+    VALUES_PER_SCALE,
+    Bytes,
+    Floats,
+    check_float_scales,
+    check_power_scales,
+    float4_columns,
+    float8_rows,
+)
+from titan_ckpt.errors import StoreError
+from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.sharding.placement import Shape
+from titan_ckpt.store.base import ObjectInfo, Store
+
+AT_ONCE = 1 << 20  # elements that are multiplied out together: their float32 values take four times as many bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Bytes of a file that hold one tensor of this shape."""
+
+    path: str
+    offset: int
+    shape: Shape
+
+
+class Packed(Protocol):
+    """A tensor that is made from packed ones."""
+
+    @property
+    def values(self) -> Stored:
+        """Where the packed values are."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the plain tensor."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows to multiply out together."""
+
+    def rows(self, store: Store, start: int, stop: int) -> Floats:
+        """Rows of the plain tensor, which has its leading dimensions flattened."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Blocks:
+    """A matrix of block-FP8."""
+
+    name: str
+    values: Stored
+    scales: Stored
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the plain tensor."""
+        return self.values.shape
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows to multiply out together."""
+        return max(1, AT_ONCE // max(1, self.shape[1]))
+
+    def rows(self, store: Store, start: int, stop: int) -> Floats:
+        """Rows of the plain tensor."""
+        columns = self.shape[1]
+        packed = _read(store, self.values, start * columns, (stop - start, columns))
+        first, last = start // self.block[0], -(-stop // self.block[0])
+        width = self.scales.shape[1]
+        raw = _read(store, self.scales, first * width * 4, ((last - first), width * 4))
+        scales = check_float_scales(raw.view("<f4"), self.name)
+        return float8_rows(packed, scales, first_row=start - first * self.block[0], block=self.block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float4Groups:
+    """Matrices of MXFP4, one for each expert: [E, R, G, 16] and [E, R, G], read as [E, 32 G, R]."""
+
+    name: str
+    values: Stored
+    scales: Stored
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the plain tensor."""
+        experts, rows, groups = self.scales.shape
+        return experts, groups * VALUES_PER_SCALE, rows
+
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows of the plain tensor to multiply out together: whole groups."""
+        return VALUES_PER_SCALE * max(1, AT_ONCE // (VALUES_PER_SCALE * max(1, self.shape[2])))
+
+    def rows(self, store: Store, start: int, stop: int) -> Floats:
+        """Rows of the plain tensor, experts one after another."""
+        _, columns, rows = self.shape
+        groups = columns // VALUES_PER_SCALE
+        parts = []
+        while start < stop:
+            expert, row = divmod(start, columns)
+            end = min(stop - expert * columns, columns)
+            first, last = row // VALUES_PER_SCALE, -(-end // VALUES_PER_SCALE)
+            width = VALUES_PER_SCALE // 2
+            packed = _read(store, self.values, expert * rows * groups * width, (rows, groups, width))
+            scales = _read(store, self.scales, expert * rows * groups, (rows, groups))
+            check_power_scales(scales, self.name)
+            plain = float4_columns(packed[:, first:last], scales[:, first:last])
+            parts.append(plain[row - first * VALUES_PER_SCALE : end - first * VALUES_PER_SCALE])
+            start = expert * columns + end
+        return np.concatenate(parts)
+
+
+def _read(store: Store, stored: Stored, start: int, shape: tuple[int, ...]) -> Bytes:
+    content = np.empty(shape, dtype=np.uint8)
+    store.read_into(stored.path, stored.offset + start, content.reshape(-1).data)
+    return content
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """A packed tensor as bytes `[offset, offset + length)` of the view of a file."""
+
+    packed: Packed
+    dtype: str
+    offset: int
+
+    @property
+    def length(self) -> int:
+        """Its bytes."""
+        return prod(self.packed.shape) * ELEMENT_SIZE[self.dtype]
+
+
+class DequantisedStore(DecodedStore):
+    """`tensors`: the plain tensors after the end of each file, in order of offset without gaps."""
+
+    def __init__(self, store: Store, tensors: Mapping[str, Sequence[Plain]]) -> None:
+        super().__init__(store, {})
+        self._tensors = tensors
+        self._starts = {path: [tensor.offset for tensor in found] for path, found in tensors.items()}
+
+    def stat(self, path: str) -> ObjectInfo:
+        """Size and version of the view of a file."""
+        entry = self._store.stat(path)
+        return replace(entry, size_bytes=entry.size_bytes + sum(t.length for t in self._tensors.get(path, ())))
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` with bytes of the file, or of the plain tensors after it."""
+        starts = self._starts.get(path)
+        if not starts or start + len(buffer) <= starts[0]:
+            self._store.read_into(path, start, buffer)
+            return
+        if start < starts[0]:
+            self._store.read_into(path, start, buffer[: starts[0] - start])
+            buffer, start = buffer[starts[0] - start :], starts[0]
+        while len(buffer):
+            tensor = self._tensors[path][bisect_right(starts, start) - 1]
+            count = min(len(buffer), tensor.offset + tensor.length - start)
+            if count <= 0:
+                raise StoreError(f"{self.where(path)}: {len(buffer)} bytes wanted beyond the last tensor")
+            _fill(self._store, tensor, start - tensor.offset, buffer[:count])
+            buffer, start = buffer[count:], start + count
+
+
+def _fill(store: Store, tensor: Plain, start: int, buffer: memoryview) -> None:
+    """Bytes of a plain tensor from `start` on, a few rows at a time."""
+    row_bytes = tensor.packed.shape[-1] * ELEMENT_SIZE[tensor.dtype]
+    while len(buffer):
+        row = start // row_bytes
+        stop = min(row + tensor.packed.rows_at_once, -(-(start + len(buffer)) // row_bytes))
+        plain = ROUND[tensor.dtype](tensor.packed.rows(store, row, stop))
+        content = plain.reshape(-1).view(np.uint8).data[start - row * row_bytes :][: len(buffer)]
+        buffer[: len(content)] = content
+        buffer, start = buffer[len(content) :], start + len(content)
