@@ -191,6 +191,6 @@ def test_offline_resharding_cuts_as_the_trainer_does(model: ModelConfig) -> None
         if module in plan.experts:
             expected = {"ep": Shard(0)}
         else:
-            is_whole = cut is None or (cut == 1 and name == "bias")
-            expected = {} if is_whole else {"tp": Shard(cut)}
+            is_bias_of_rowwise = cut == 1 and name == "bias"
+            expected = {} if cut is None or is_bias_of_rowwise else {"tp": Shard(cut)}
         assert tensor_parallel(f"model.{fqn}") == expected, fqn
