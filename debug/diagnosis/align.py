@@ -269,7 +269,7 @@ def first_disagreement(run: Run, lane: Lane, *, with_met: bool = False) -> int |
     for start in range(0, lane.signature.shape[1], BLOCK):
         columns = start + _different(lane.signature[:, start : start + BLOCK])
         columns = columns[[_disagree(lane, column, known) for column in columns.tolist()]] if len(columns) else columns
-        met = _were_met(run, lane, columns)
+        met = were_met(run, lane, columns)
         for column, is_met in zip(columns.tolist(), met.tolist(), strict=True):
             kinds = {code >> _OP_AT for code in lane.codes[lane.signature[lane.row[:, column] >= 0, column]].tolist()}
             is_free = len(kinds) == 1 and run.names.ops[min(kinds) >> 1] in SIZED_BY_RANK
@@ -296,7 +296,7 @@ def _disagree(lane: Lane, column: int, known: dict[tuple[int, ...], bool]) -> bo
     return known[signatures]
 
 
-def _were_met(run: Run, lane: Lane, columns: Array) -> Array:
+def were_met(run: Run, lane: Lane, columns: Array) -> Array:
     """Of which columns all members completed an operation of one kind: then it was no mismatch, whatever each passed (a root
     has inputs where others have none, gathered tensors differ in size)."""
     if not len(columns):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.diagnosis.mismatches.meeting import predict
+from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Situation, Verdict
+
+HISTORY = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,9 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
     inside = tuple(edge for edge in edges if edge.waiter in ranks and edge.awaited in ranks)
     outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in ranks} - set(ranks)))
     cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
-    finding = _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _across_groups(cycle)
+    finding = (
+        _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _skipped(cycle) or _across_groups(cycle)
+    )
     return _verdict(cycle, finding)
 
 
@@ -139,6 +143,40 @@ def _wrong_group(cycle: _Cycle) -> _Finding | None:
     )
 
 
+def _skipped(cycle: _Cycle) -> _Finding | None:
+    """The operation of one group that one rank left out of the order that it repeated, to go on with what follows on another."""
+    found: dict[int, Operation] = {}
+    for edge in cycle.inside:
+        operation = _operation(cycle.run, edge)
+        if operation is not None and not edge.is_p2p and _left_it_out(cycle.run, edge.awaited, operation):
+            found[edge.awaited] = operation
+    if len(found) != 1:
+        return None
+    [(rank, operation)] = found.items()
+    return _Finding(
+        verdict=VerdictKind.SKIPPED_COLLECTIVE,
+        culprits=(rank,),
+        victims=cycle.others((rank,)),
+        basis=Basis.BROKE_ROUTINE,
+        headline=f"rank {rank} skipped {operation.op} #{operation.seq} of group {operation.group}, which it had issued at this "
+        "point until then, and waits in what follows",
+        advice="look for the branch that leaves this operation out on that rank (an empty batch, no tokens for its experts)",
+        edges=tuple(sorted(cycle.inside, key=lambda edge: edge.awaited != rank)),
+    )
+
+
+def _left_it_out(run: Run, rank: int, skipped: Operation) -> bool:
+    """Whether a rank's own order led to this operation, and it issued what always comes next instead, from the same line."""
+    table = run.ranks[rank].operations
+    rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-HISTORY:]]
+    path = [(op.group, key_of(op), call_site(run, op)[:1]) for op in rows]
+    for place in range(len(path) - 1, 1, -1):
+        expected = predict(path[:place])
+        if isinstance(expected, tuple) and expected[:2] == (skipped.group, key_of(skipped)) and expected != path[place]:
+            return predict([*path[:place], expected]) == path[place]
+    return False
+
+
 def _across_groups(cycle: _Cycle) -> _Finding:
     culprits, basis = _minority(cycle)
     return _Finding(
@@ -198,7 +236,7 @@ def _left_its_path(run: Run, stray: _Stray) -> bool:
     """Whether the call site used the other group before, or the rank's own rhythm would have led to the other group."""
     rank, called = stray.rank, stray.called
     table = run.ranks[rank].operations
-    rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-64:]]
+    rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-HISTORY:]]
     path = [(str(op.group), op.op, op.sizes) for op in rows if op.created_ns < called.created_ns]
     for group, op, sizes in reversed(path):
         if (op, sizes) == (called.op, called.sizes):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
+from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
@@ -38,6 +39,8 @@ def transport(run: Run, lanes: Sequence[Lane]) -> Iterator[Verdict]:
 def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     """The first collective that all members issued alike and some did not complete, where states are known (NCCL)."""
     parted = first_disagreement(run, lane)
+    unfit = split_mismatch(run, lane, parted)
+    parted = parted if unfit is None else unfit.seq
     alike = lane.row if parted is None else lane.row[:, : parted - lane.first_seq]
     everywhere = np.flatnonzero((alike >= 0).all(axis=0))
     if not len(everywhere):

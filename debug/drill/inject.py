@@ -74,6 +74,12 @@ CASES: Mapping[str, Truth] = {
         verdict="SKIPPED_COLLECTIVE", subtype="finished_early", text="a rank has fewer batches and ends"
     ),
     "wrong_group": Truth(verdict="WRONG_GROUP", text="the right collective on the wrong group"),
+    "split_sizes": Truth(
+        verdict="SIZE_MISMATCH", operations=8, text="a rank sends more by all_to_all than others expect"
+    ),
+    "expert_skipped": Truth(
+        verdict="SKIPPED_COLLECTIVE", operations=9, text="a rank leaves the all_to_all of its expert group out"
+    ),
     "dataloader": Truth(verdict="STUCK_ON_CPU", subtype="dataloader", text="storage behind the data is gone"),
     "checkpoint_io": Truth(verdict="STUCK_ON_CPU", subtype="checkpoint_io", text="a checkpoint write never ends"),
     "python_lock": Truth(verdict="STUCK_ON_CPU", subtype="python_lock", text="a lock taken twice"),

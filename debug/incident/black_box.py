@@ -1,7 +1,8 @@
 """The black box: a file of fixed layout that a rank maps into memory and writes with every operation.
 
 It survives SIGKILL, because the pages belong to the kernel. Layout: a header, a ring of records, then text (JSON lines)
-that the records' small integers point into. `debug.record.hooks` writes it, `debug.read.black_boxes` reads it.
+that the records' small integers point into, then the splits of the newest all_to_all operations. `debug.record.hooks`
+writes it, `debug.read.black_boxes` reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.records import Heartbeat, Splits
 
 MAGIC = b"TTNBOX01"
 HEADER_BYTES = 512
@@ -38,13 +39,16 @@ STATUS_AT = EXIT_AT + 4
 # since it last came further: ns that the main thread ran, and waited for a processor; zeros in older boxes, and where not known
 SCHEDULE = struct.Struct("<qq")
 SCHEDULE_AT = 224
+# bytes written to the splits so far; zeros in boxes of releases before 0.2, which end with the text
+SPLITS_USED = struct.Struct("<q")
+SPLITS_USED_AT = 240
 
 # created, ended, elements, seq, site, peer, group, op, dtype, p2p, outcome, number (from 1, modulo 2**32)
 RECORD = struct.Struct("<qqqiiihhhbbI")
 # The same in fewer parts: created, ended, elements, seq, site, (peer, group, op), (dtype, p2p, outcome), number
 BEGIN = struct.Struct("<qqqiiQII")
-ENDED_AT, OUTCOME_AT = 8, 43
-ENDED = struct.Struct("<q")
+ENDED_AT, OUTCOME_AT, NUMBER_AT = 8, 43, 44
+ENDED, NUMBER = struct.Struct("<q"), struct.Struct("<I")
 # RUNNING with an end is RETURNED: so a call that returns writes one number, not two
 RUNNING, RETURNED, RAISED = 0, 1, 2
 RECORD_DTYPE = np.dtype(
@@ -55,6 +59,11 @@ RECORD_DTYPE = np.dtype(
     }
 )  # fmt: skip
 
+# The splits of one all_to_all: bytes written before it, the number of its record, the number of members; then for each member
+# the elements sent to it, and for each those expected of it. They fill two halves in turn, each from its beginning.
+SPLITS = struct.Struct("<qII")
+SPLITS_BYTES, SPLITS_HALF = 64 << 10, 32 << 10
+
 PHASES = (
     "", "init", "data", "forward", "backward", "optimizer", "ckpt_stage", "ckpt_upload", "ckpt_commit",
     "forward_backward", "validation", "other",
@@ -63,7 +72,38 @@ PHASES = (
 
 def file_size(capacity: int) -> int:
     """Bytes of a box with room for `capacity` operations."""
+    return splits_at(capacity) + SPLITS_BYTES
+
+
+def splits_at(capacity: int) -> int:
+    """Where the splits begin in a box with room for `capacity` operations."""
     return HEADER_BYTES + capacity * RECORD.size + TEXT_BYTES
+
+
+def pack_splits(used: int, number: int, splits: Splits) -> tuple[int, bytes]:
+    """The splits of the record `number` as bytes, and how many bytes are written before them; `used`: so far."""
+    members = len(splits[0])
+    size = SPLITS.size + 16 * members
+    begin = used if used % SPLITS_HALF + size <= SPLITS_HALF else -(-used // SPLITS_HALF) * SPLITS_HALF
+    return begin, SPLITS.pack(begin, number, members) + struct.pack(f"<{2 * members}q", *splits[0], *splits[1])
+
+
+def unpack_splits(area: bytes, used: int) -> dict[int, Splits]:
+    """The splits in a box's last SPLITS_BYTES by the numbers of their records. What is left of an earlier filling of a half
+    does not go on where the newer splits before it end, and is left out."""
+    found: dict[int, Splits] = {}
+    for half in (0, SPLITS_HALF):
+        at, expected = half, None
+        while at + SPLITS.size <= min(half + SPLITS_HALF, len(area)):
+            begin, number, members = SPLITS.unpack_from(area, at)
+            end = at + SPLITS.size + 16 * members
+            is_first = expected is None and begin % SPLITS_BYTES == half
+            if not 0 <= begin < used or not members or end > half + SPLITS_HALF or not (is_first or begin == expected):
+                break
+            values = struct.unpack_from(f"<{2 * members}q", area, at + SPLITS.size)
+            found[number] = values[:members], values[members:]
+            at, expected = end, begin + end - at
+    return found
 
 
 def read_heartbeat(data: bytes, source: str) -> Heartbeat:

@@ -112,8 +112,8 @@ class Basis(Enum):
     WAIT_CYCLE = 0.9, (V.P2P_CYCLE, V.P2P_MISSING_PEER), "the pending halves of send/recv pairs, recorded on both sides"
     BROKE_ROUTINE = (
         0.85,
-        (V.P2P_MISSING_PEER,),
-        "a circle of sends and receives; one rank left the order that it had repeated",
+        (V.P2P_MISSING_PEER, V.SKIPPED_COLLECTIVE),
+        "a circle of waits; one rank left the order that it had repeated",
     )
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"

@@ -76,6 +76,12 @@ def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = f
     return own or first
 
 
+def program_frames(thread: Thread) -> tuple[Frame, ...]:
+    """A thread's frames without those of our recorder that wrote them down (most recent call first)."""
+    own = [place for place, frame in enumerate(thread.frames) if frame.file.endswith(_RECORDER)]
+    return thread.frames[own[-1] + 1 :] if own else thread.frames
+
+
 def main_frame(stack: StackSnapshot | None) -> Frame | None:
     """The user's frame in the main thread."""
     return user_frame(stack.main.frames) if stack and stack.main else None

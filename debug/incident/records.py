@@ -27,6 +27,7 @@ SCHEDULED, STARTED, COMPLETED = 0, 1, 2
 STATES = tuple(OperationState)  # by code
 SEND, RECV = 1, 2
 MAX_RANK = 131_072  # a larger number in a file is damage
+Splits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # elements sent to, and expected of, each member of a group
 
 # One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names.
 # `seq` counts collectives per group, P2P per pair. `p2p` is 0, SEND or RECV; `peer` is a global rank (-1: unknown): of P2P
@@ -207,7 +208,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """Everything known of one rank. `groups`: the process groups that its process knew, where its recorder wrote that down."""
+    """Everything known of one rank. `groups`: the process groups that its process knew, where its recorder wrote that down.
+    `splits`: of its newest all_to_all operations, by group and sequence number."""
 
     rank: int
     host: str = ""
@@ -222,6 +224,7 @@ class RankRecord:
     process_state: str = ""
     has_recorder: bool = False
     groups: tuple[Group, ...] = ()
+    splits: Mapping[tuple[int, int], Splits] = field(default_factory=dict)
 
     @property
     def events(self) -> tuple[LogEvent, ...]:

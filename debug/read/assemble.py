@@ -26,6 +26,7 @@ from titan_ckpt.debug.incident.records import (
     RankLog,
     RankRecord,
     Run,
+    Splits,
     StackSnapshot,
 )
 from titan_ckpt.debug.read.black_boxes import BlackBox, BoxReader
@@ -168,6 +169,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         return RankRecord(
             rank=rank, pid=found.box.pid, operations=found.box.operations, dumps=(_box_dump(found, found.box),), exit=exit_,
             heartbeat=found.heartbeat, process_state=found.process_state, has_recorder=True,
+            splits=_splits(found.box, found.box.operations),
         )  # fmt: skip
     tables = [_with_known_groups(table, found.known_groups, evidence.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
@@ -191,7 +193,14 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         process_state=found.process_state,
         has_recorder=side is not None or found.box is not None,
         groups=tuple(found.known_groups.values()),
+        splits=_splits(found.box, box) if found.box else {},
     )
+
+
+def _splits(box: BlackBox, operations: Array) -> dict[tuple[int, int], Splits]:
+    """The splits of a box by group and sequence number; `operations`: its own, their groups as the run knows them."""
+    rows = operations[list(box.splits)][["group", "seq"]].tolist() if box.splits else []
+    return dict(zip(rows, box.splits.values(), strict=True))
 
 
 def _went_on(found: RankEvidence, box: Array, reason: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -13,26 +12,31 @@ from titan_ckpt.debug.incident.black_box import (
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    NUMBER,
     RECORD,
     RECORD_DTYPE,
     RETURNED,
     RUNNING,
+    SPLITS_BYTES,
+    SPLITS_USED,
+    SPLITS_USED_AT,
     TEXT_BYTES,
     TEXT_DIGEST_AT,
     TEXT_END,
     TEXT_USED,
     TEXT_USED_AT,
     read_heartbeat,
+    splits_at,
     unpack_members,
+    unpack_splits,
 )
-from titan_ckpt.debug.incident.records import COMPLETED, OPERATION, SCHEDULED, Array, Group, Heartbeat
+from titan_ckpt.debug.incident.records import COMPLETED, OPERATION, SCHEDULED, Array, Group, Heartbeat, Splits
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.parsing.json_values import parse_json_line
 from titan_ckpt.store.base import Store
 
 Buffer: TypeAlias = bytes | memoryview
 
-NUMBER = struct.Struct("<I")  # the last field of a record
 LOOK_AHEAD = (
     16  # operations read beyond the count, which is as of the last tick: where all are newer, all of the ring is read
 )
@@ -45,7 +49,8 @@ MAX_MEMBERS_IN_RUN = 1 << 22
     slots=True, kw_only=True
 )  # not frozen: there are tens of thousands, and frozen ones take three times as long to make
 class BlackBox:
-    """A black box that was read. `home`: the table that its operations are a part of, and where they begin in it."""
+    """A black box that was read. `home`: the table that its operations are a part of, and where they begin in it; `splits`: of
+    all_to_all operations, by row."""
 
     rank: int
     world_size: int
@@ -56,6 +61,7 @@ class BlackBox:
     home: tuple[Array, int]
     groups: tuple[Group, ...]
     heartbeat: Heartbeat
+    splits: Mapping[int, Splits]
 
 
 class _Head(NamedTuple):
@@ -80,12 +86,13 @@ class _Words:
 
 @dataclass(slots=True, kw_only=True)  # as BlackBox
 class RawBox:
-    """A box as stored: the bytes of its header and the header parsed, its ring or a part of it, its text parsed."""
+    """A box as stored: the bytes of its header and the header parsed, its ring or a part of it, its text parsed, its splits."""
 
     head: bytes
     header: _Head
     ring: Buffer
     words: _Words
+    splits: bytes
     source: str
 
 
@@ -109,7 +116,8 @@ class BoxReader:
             )
         words = self._words(data[ring_end : ring_end + _text_used(data)])
         ring = memoryview(data)[HEADER_BYTES:ring_end]
-        raw = RawBox(head=data[:HEADER_BYTES], header=header, ring=ring, words=words, source=source)
+        splits = data[splits_at(header.capacity) :][:SPLITS_BYTES]
+        raw = RawBox(head=data[:HEADER_BYTES], header=header, ring=ring, words=words, splits=splits, source=source)
         return self.finish([raw], header.capacity)[0]
 
     def read_tail(self, store: Store, path: str, keep: int) -> RawBox:
@@ -132,7 +140,8 @@ class BoxReader:
                 raise ValueError(f"is cut off: a ring of {capacity} records ends after {len(ring)} bytes")
             if length < capacity and NUMBER.unpack_from(ring, len(ring) - NUMBER.size)[0] > count:
                 ring = read(HEADER_BYTES, capacity * RECORD.size)  # the count is too old
-        return RawBox(head=head, header=header, ring=ring, words=words, source=path)
+            splits = read(splits_at(capacity), SPLITS_BYTES) if _splits_used(head) else b""
+        return RawBox(head=head, header=header, ring=ring, words=words, splits=splits, source=path)
 
     def finish(self, raw: Sequence[RawBox], keep: int) -> list[BlackBox]:
         """The boxes, with at most their `keep` newest operations: parts of one table, in the order of the boxes."""
@@ -150,7 +159,7 @@ class BoxReader:
         counts = np.concatenate([[0], number[newest]])[np.where(np.diff(kept, prepend=0), kept, 0)].tolist()
         stops = kept.tolist()
         return [
-            _box(box, count, table, start, stop)
+            _box(box, count, table, start, stop, number[newest[start:stop]])
             for box, count, start, stop in zip(raw, counts, [0, *stops[:-1]], stops, strict=True)
         ]
 
@@ -193,8 +202,10 @@ class BoxReader:
             return None
 
 
-def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> BlackBox:
+def _box(raw: RawBox, count: int, table: Array, start: int, stop: int, numbers: Array) -> BlackBox:
     header = raw.header
+    used = _splits_used(raw.head)
+    splits = unpack_splits(raw.splits, used) if used else {}
     return BlackBox(
         rank=header.rank,
         world_size=header.world_size,
@@ -205,6 +216,7 @@ def _box(raw: RawBox, count: int, table: Array, start: int, stop: int) -> BlackB
         home=(table, start),
         groups=raw.words.groups,
         heartbeat=read_heartbeat(raw.head, raw.source),
+        splits={row: splits[n] for row, n in enumerate(numbers.tolist()) if n in splits} if splits else {},
     )
 
 
@@ -230,6 +242,10 @@ def _read_head(head: bytes) -> _Head:
 def _text_used(head: bytes) -> int:
     used = int(TEXT_USED.unpack_from(head, TEXT_USED_AT)[0])
     return max(0, min(used, TEXT_BYTES))
+
+
+def _splits_used(head: bytes) -> int:
+    return int(SPLITS_USED.unpack_from(head, SPLITS_USED_AT)[0])
 
 
 def _group(value: Any, most: int) -> Group:

@@ -28,6 +28,7 @@ from titan_ckpt.debug.incident.black_box import (
     CAPACITY,
     COUNT,
     COUNT_AT,
+    ENDED_AT,
     EXIT,
     EXIT_AT,
     HEADER,
@@ -36,12 +37,18 @@ from titan_ckpt.debug.incident.black_box import (
     HEARTBEAT_AT,
     MAGIC,
     NO_STATUS,
+    NUMBER,
+    NUMBER_AT,
     PHASES,
     PROGRESS,
     PROGRESS_AT,
     RECORD,
     SCHEDULE,
     SCHEDULE_AT,
+    SPLITS_BYTES,
+    SPLITS_HALF,
+    SPLITS_USED,
+    SPLITS_USED_AT,
     STATUS_AT,
     TEXT_BYTES,
     TEXT_END,
@@ -49,10 +56,12 @@ from titan_ckpt.debug.incident.black_box import (
     TEXT_USED_AT,
     file_size,
     pack_members,
+    pack_splits,
+    splits_at,
 )
-from titan_ckpt.debug.incident.records import RECV, SEND
+from titan_ckpt.debug.incident.records import RECV, SEND, Splits
 from titan_ckpt.debug.record.exit_status import write_status_at_exit
-from titan_ckpt.debug.record.ring import NO_PEER, RingGroup, new_ring
+from titan_ckpt.debug.record.ring import NO_PEER, RingGroup, new_ring, splits_of
 from titan_ckpt.errors import TitanError
 from titan_ckpt.private_files import PrivateFolder
 
@@ -85,6 +94,7 @@ COLLECTIVES: Mapping[str, tuple[str, int]] = {
 }
 UNNUMBERED = ("monitored_barrier",)  # made of sends and receives: torch's counter does not count it
 ROOT_ARGUMENT: Mapping[str, int] = {"broadcast": 1, "reduce": 1, "gather": 2, "scatter": 2}
+WITH_SPLITS = ("all_to_all_single", "alltoall", "alltoall_base")
 POINT_TO_POINT: Mapping[str, int] = {"send": SEND, "recv": RECV}
 MAX_STACK = 6
 MAX_OF_PACKAGES = 3  # frames of one call site: between torch and the program there may be a framework of many layers
@@ -108,7 +118,7 @@ class BoxWriter:
         self.map = _map_file(path, file_size(capacity))
         HEADER.pack_into(self.map, 0, MAGIC, rank, world_size, os.getpid(), capacity, 0, time.time_ns())
         self._text_at = HEADER_BYTES + capacity * RECORD.size
-        self._text_used = 0
+        self._text_used = self._splits_used = 0
         self._digest = xxhash.xxh3_128()
         self.count = 0
         self._step, self._phase, self._phase_ns, self._stopped = -1, 0, time.time_ns(), 0
@@ -125,6 +135,17 @@ class BoxWriter:
         self._text_used += len(line)
         self._digest.update(line)
         self.map[TEXT_USED_AT:TEXT_END] = TEXT_USED.pack(self._text_used) + self._digest.digest()
+
+    def add_splits(self, at: int, splits: Splits) -> None:
+        """Keep what the all_to_all whose record has its end at `at` sends and expects; dropped in a group of over 2,000 ranks."""
+        number = NUMBER.unpack_from(self.map, at + NUMBER_AT - ENDED_AT)[0]
+        begin, packed = pack_splits(self._splits_used, number, splits)
+        if len(packed) > SPLITS_HALF:
+            return
+        place = splits_at(self.capacity) + begin % SPLITS_BYTES
+        self.map[place : place + len(packed)] = packed
+        self._splits_used = begin + len(packed)
+        SPLITS_USED.pack_into(self.map, SPLITS_USED_AT, self._splits_used)
 
     def set_phase(self, step: int, phase: int) -> None:
         """Where the training loop is."""
@@ -206,7 +227,7 @@ class Hooks:
         for method, (name, argument) in COLLECTIVES.items():
             if hasattr(dist.ProcessGroup, method):
                 op = self._op(ops, name) << 48
-                if method in ROOT_ARGUMENT or method in UNNUMBERED:
+                if method in (*ROOT_ARGUMENT, *UNNUMBERED, *WITH_SPLITS):
                     self._replace(dist.ProcessGroup, method, self._rare(method, op, argument))
                     continue
                 wrapped = self._ring.collective(
@@ -238,7 +259,7 @@ class Hooks:
         return ops[name]
 
     def _rare(self, method: str, what: int, argument: int) -> Callable[..., Any]:
-        """As `collective` of the ring, with the root, as a rank of the job, in the place of a peer."""
+        """As `collective` of the ring, with the root, as a rank of the job, in the place of a peer, and with splits."""
         original, at_root = getattr(dist.ProcessGroup, method), ROOT_ARGUMENT.get(method, 0)
         record, await_, ended = self._ring.record, self._ring.await_, self._ring.ended
         group_of = self._unnumbered if method in UNNUMBERED else self._numbered
@@ -249,7 +270,10 @@ class Hooks:
             root = options if isinstance(options, int) else getattr(options, "rootRank", -1)
             peer = known.members[root] if 0 <= root < len(known.members) else NO_PEER
             tensors = args[argument] if 0 <= argument < len(args) else None
+            splits = splits_of(len(known.members), args) if method in WITH_SPLITS else None
             at = record(known.counted() + known.ahead, what | known.shifted_place | peer, 0, tensors)
+            if at and splits is not None:
+                self._box.add_splits(at, splits)
             work = original(group, *args, **kwargs)
             if work is None:
                 ended(at)

@@ -10,13 +10,14 @@ import itertools
 import mmap
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from titan_ckpt.debug.incident.black_box import BEGIN, ENDED, ENDED_AT, HEADER_BYTES, OUTCOME_AT, RAISED, RECORD
+from titan_ckpt.debug.incident.records import Splits
 
 compiled: Any = None
 with suppress(ImportError):  # installed without a compiler
@@ -90,6 +91,29 @@ class AnyRing(Protocol):
 
     def close(self) -> None:
         """Release this ring's hold on the map."""
+
+
+def splits_of(members: int, arguments: Sequence[Any]) -> Splits | None:
+    """Elements that an all_to_all of a group of `members` sends to each of them, and expects of each.
+
+    `arguments` as ProcessGroup takes them: lists of tensors to receive into and to send, or one tensor each, then for each of
+    these the rows per member (none: equal parts). None for a call that torch refuses.
+    """
+    if len(arguments) < 2:
+        return None
+    output, given, *rest = arguments
+    rows = rest if len(rest) > 1 and not isinstance(output, list | tuple) else ((), ())
+    received, sent = _parts(output, rows[0], members), _parts(given, rows[1], members)
+    return (sent, received) if len(sent) == len(received) == members else None
+
+
+def _parts(tensors: Any, rows: Any, members: int) -> tuple[int, ...]:
+    if isinstance(tensors, list | tuple):
+        return tuple(tensor.numel() for tensor in tensors)
+    if not rows:
+        return (tensors.numel() // members,) * members
+    of_row = tensors.numel() // max(1, tensors.shape[0]) if tensors.dim() else 1
+    return tuple(int(count) * of_row for count in rows)
 
 
 def new_ring(

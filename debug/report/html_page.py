@@ -10,6 +10,7 @@ from html import escape
 
 from titan_ckpt.console.escapes import escape_line, escape_text
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.kinds import OperationState
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
@@ -168,7 +169,7 @@ def _stacks(run: Run, parties: Sequence[Alike]) -> Iterator[str]:
 
 def _thread(thread: Thread) -> str:
     lines = [f"{thread.name or 'thread'}{' (main)' if thread.is_main else ''}, most recent call first"]
-    for frame in thread.frames[:MOST_FRAMES]:
+    for frame in program_frames(thread)[:MOST_FRAMES]:
         lines.append(f"  {frame}")
         lines += [f"      {frame.text}"] if frame.text else []
     text = "\n".join(_text(line) for line in lines)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
 
@@ -62,5 +63,5 @@ def _stacks(run: Run, top: Verdict) -> Iterator[str]:
         if found is None:
             continue
         yield from ("", f"<details><summary>stack of rank {rank}, most recent call first</summary>", "", "~~~text")
-        yield from (escape_line(str(frame)) for frame in found[1].frames[:MOST_FRAMES])
+        yield from (escape_line(str(frame)) for frame in program_frames(found[1])[:MOST_FRAMES])
         yield from ("~~~", "", "</details>")

@@ -8,6 +8,7 @@
     exit 1: -9                              how it ended
     store 1: 0                              its log says that it waited for rank 0's key in the store
     knows 1: x                              groups that its recorder wrote down
+    splits 1: world#5 4,4,9 4,4,4           of an operation, the elements sent to each member and those expected of each
 
 An operation: `group:` (default: all ranks), name, `>1` or `<1` the peer of a send or recv or `^1` the root, `(sizes)`, `/dtype`
 (`none`: not recorded), `@line` of train.py, `?` pending.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ from titan_ckpt.debug.incident.records import (
     RankLog,
     RankRecord,
     Run,
+    Splits,
     StackSnapshot,
     Thread,
 )
@@ -95,6 +97,7 @@ class _Rank:
     code: int | None = None
     groups: tuple[str, ...] = ()
     awaited: str = ""
+    splits: dict[tuple[str, int], Splits] = field(default_factory=dict)
 
 
 def job(text: str) -> Run:
@@ -133,6 +136,10 @@ def _describe(rank: _Rank, kind: str, words: list[str]) -> None:
         rank.code = int(words[0])
     elif kind == "store":
         rank.awaited = words[0]
+    elif kind == "splits":
+        group, _, number = words[0].partition("#")
+        sent, expected = (tuple(map(int, part.split(","))) for part in words[1:])
+        rank.splits[group, int(number)] = sent, expected
     else:
         assert kind == "knows", kind
         rank.groups = tuple(words)
@@ -153,6 +160,7 @@ def _record(rank: int, one: _Rank, tables: _Tables, groups: Mapping[str, Group])
         log=RankLog(source="l", events=(_store_wait(rank, one.awaited),)) if one.awaited else None,
         exit=None if one.code is None else Exit(rank=rank, code=one.code, source="e"),
         groups=tuple(groups[name] for name in one.groups),
+        splits={(tables.groups.index(group), number): splits for (group, number), splits in one.splits.items()},
     )
 
 

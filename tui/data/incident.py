@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from titan_ckpt.debug.diagnosis.align import Lane, lanes
+import numpy as np
+
+from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
@@ -116,7 +118,7 @@ def load_incident(url: str, incident: str | None = None) -> Incident:
     return Incident(
         run=run,
         verdicts=verdicts,
-        lanes=(*found, *p2p),
+        lanes=(*(with_odd_splits(run, lane, verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
         states=states,
         edges=edges or chain_edges(run, verdicts[0]),
@@ -124,6 +126,22 @@ def load_incident(url: str, incident: str | None = None) -> Incident:
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),
     )
+
+
+def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:
+    """The lane with the operation at which the splits of the ranks at fault do not fit as another one: nothing else tells it from
+    that of the others, as ranks may pass any sizes to it."""
+    blamed = top.culprits or top.suspects
+    if top.verdict != VerdictKind.SIZE_MISMATCH or top.seq is None or str(run.groups[lane.group]) != top.group:
+        return lane
+    odd = [
+        i for i, rank in enumerate(lane.members) if rank in blamed and (lane.group, top.seq) in run.ranks[rank].splits
+    ]
+    if not odd or not is_uneven(top.op):
+        return lane
+    signature = lane.signature.astype(np.int32)
+    signature[odd, top.seq - lane.first_seq] = len(lane.codes) + np.arange(len(odd))
+    return replace(lane, signature=signature, codes=np.append(lane.codes, np.zeros(len(odd), np.int64)))
 
 
 def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:

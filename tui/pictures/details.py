@@ -8,7 +8,8 @@ import numpy as np
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.incident.frames import is_library, user_frame
+from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
+from titan_ckpt.debug.incident.frames import is_library, program_frames, user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
@@ -87,7 +88,7 @@ def _stack_rows(record: RankRecord, width: int) -> Iterator[Row]:
         return
     yield row()
     yield head("stack, innermost call first")
-    yield from frame_rows(main.frames[:_MOST_FRAMES], width)
+    yield from frame_rows(program_frames(main)[:_MOST_FRAMES], width)
 
 
 def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
@@ -128,6 +129,9 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
         yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)
     if op.timeout_ms:
         yield from fact("timeout", format_duration(op.timeout_ms / 1e3), width)
+    splits = incident.run.ranks[rank].splits.get((lane.group, seq))
+    if splits is not None:
+        yield from fact("splits", splits_text(splits), width)
     frame = user_frame(op.frames, incident.run.wrappers)
     if frame is not None:
         yield from fact("line", str(frame), width, at=_at(frame))

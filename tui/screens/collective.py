@@ -9,6 +9,7 @@ import numpy as np
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import usual_signature
@@ -172,6 +173,7 @@ class CollectiveRows:
         lane = current_lane(session, incident)
         column = current_seq(session, incident) - lane.first_seq
         self._session, self._incident, self._members = session, incident, lane.members
+        self._key = lane.group, current_seq(session, incident)
         self._at, signature = lane.row[:, column], lane.signature[:, column]
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
         self._is_recorded = bool((self._at >= 0).any())
@@ -225,12 +227,14 @@ class CollectiveRows:
         state_text = "done" if op.retired or op.state == "completed" else op.state
         role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
         what, what_role = signature_text(op), role if is_other else Role.PLAIN
+        splits = incident.run.ranks[rank].splits.get(self._key)
+        shown = "" if splits is None else f"  {splits_text(splits)}"
         other = "  # " if is_other else "    "
         start = f"{mark}{rank:>5}  {state_text:<11}{lag}{other}{what}"
         frame = user_frame(op.frames, incident.run.wrappers)
         place = _place(frame, width - len(start))
         return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), lag, (f"{other}{what}", what_role),
-                   (place, Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
+                   (f"{place}{shown}", Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (

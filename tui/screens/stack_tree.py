@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.frames import is_library, program_frames
 from titan_ckpt.debug.incident.records import Frame, Run
 from titan_ckpt.tui.data.incident import frame_text
 from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, ranks_text, row, truncate
@@ -23,7 +23,7 @@ def stacks_of(run: Run, members: tuple[int, ...]) -> dict[int, tuple[Frame, ...]
         snapshots = run.ranks[rank].stacks if rank in run.ranks else ()
         main = snapshots[-1].main if snapshots else None
         if main is not None:
-            found[rank] = tuple(reversed(main.frames))
+            found[rank] = tuple(reversed(program_frames(main)))
     return found
 
 

@@ -23,7 +23,7 @@ class Side:
 
     @property
     def key(self) -> Key:
-        return _key(self.operation)
+        return key_of(self.operation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ def history(meeting: Meeting, rank: int) -> list[tuple[Key, tuple[Frame, ...]]]:
     stop = meeting.seq - lane.first_seq
     rows = [int(row) for row in lane.row[lane.members.index(rank), max(0, stop - HISTORY) : stop] if row >= 0]
     operations = (run.operation(rank, row) for row in rows)
-    return [(_key(operation), call_site(run, operation)) for operation in operations]
+    return [(key_of(operation), call_site(run, operation)) for operation in operations]
 
 
-def _key(operation: Operation) -> Key:
+def key_of(operation: Operation) -> Key:
     """What must be equal where ranks meet."""
     elements = () if is_uneven(operation.op) else elements_of(operation.sizes)
     return operation.op, operation.dtypes, elements, operation.peer

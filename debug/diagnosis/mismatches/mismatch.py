@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
 from titan_ckpt.debug.diagnosis.mismatches.meeting import HISTORY, Meeting, Side, call_site, history, predict, sides_at
 from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
+from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import is_library, user_frame
@@ -28,6 +29,9 @@ def mismatch(run: Run, lane: Lane, *, with_met: bool = False) -> Verdict | None:
     """The verdict on the first disagreement of a lane, or None if there is none or it did no harm. `with_met`: also on one that
     all ranks completed."""
     seq = first_disagreement(run, lane, with_met=with_met)
+    splits = split_mismatch(run, lane, seq)
+    if splits is not None:
+        return splits
     if seq is None or _was_harmless(run, lane, seq):
         return None
     meeting = Meeting(run=run, lane=lane, seq=seq)
