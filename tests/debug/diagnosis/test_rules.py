@@ -1,0 +1,91 @@
+"""Single rules of the analyser, on records that hold no more than each rule looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from tests.support.small_jobs import job
+from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _ended_first, _was_ended_at_work
+from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
+from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site
+from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.incident.records import Exit, LogEvent, RankLog, RankRecord, Run
+
+RANKS = "0 1 2: all_reduce@1 broadcast@2?"
+
+
+def ended(rank: int, code: int, time_s: float | None = None, *, is_first: bool = False) -> RankRecord:
+    return RankRecord(rank=rank, exit=Exit(rank=rank, code=code, source="e", time_s=time_s, is_first=is_first))
+
+
+def run_of(*records: RankRecord, job_log: RankLog | None = None) -> Run:
+    ranks = {record.rank: record for record in records}
+    return replace(job(RANKS), ranks=ranks, world_size=len(ranks), job_log=job_log)
+
+
+@pytest.mark.parametrize(
+    ("records", "is_first"),
+    [
+        ((ended(0, 1, 5.0), ended(1, 1, 6.0), RankRecord(rank=2)), True),
+        ((ended(0, 1, 6.0), ended(1, 1, 5.0), RankRecord(rank=2)), False),
+        ((ended(0, 1, 5.0), ended(1, 1), RankRecord(rank=2)), True),
+        ((ended(0, 1), ended(1, 1, 5.0)), False),
+        ((ended(0, 1, is_first=True), ended(1, 1, 5.0)), True),
+        ((ended(0, 0, 5.0), ended(1, 1, 6.0)), False),
+        ((ended(0, -9, 5.0), ended(1, 1, 6.0)), False),
+        ((RankRecord(rank=0), ended(1, 1, 6.0)), False),
+    ],
+)
+def test_the_first_to_end_has_a_code_and_the_earliest_time(records: tuple[RankRecord, ...], is_first: bool) -> None:
+    assert _ended_first(run_of(*records), records[0]) == is_first
+
+
+def interrupt(time_s: float) -> LogEvent:
+    return LogEvent(
+        kind=EventKind.EXCEPTION, rank=0, text="KeyboardInterrupt", source="l", line=1, time_s=time_s,
+        values={"type": "KeyboardInterrupt"},
+    )  # fmt: skip
+
+
+STEPS: Mapping[int, float] = {1: 100.0, 2: 110.0, 3: 120.0}
+
+
+@pytest.mark.parametrize(
+    ("own_steps", "job_steps", "told_s", "at_work"),
+    [
+        (STEPS, {}, 125.0, True),
+        (STEPS, {}, 5000.0, False),
+        ({}, STEPS, 125.0, True),
+        ({}, STEPS, 5000.0, False),
+        (STEPS, {1: 4990.0, 2: 4999.0}, 5000.0, False),
+        ({}, {}, 125.0, False),
+        ({1: 100.0}, {}, 125.0, False),
+    ],
+)
+def test_a_job_that_stood_still_was_not_ended_at_work(
+    own_steps: Mapping[int, float], job_steps: Mapping[int, float], told_s: float, at_work: bool
+) -> None:
+    record = RankRecord(rank=0, log=RankLog(source="l", events=(interrupt(told_s),), step_times=own_steps))
+    console = RankLog(source="c", events=(interrupt(told_s),), step_times=job_steps)
+    assert _was_ended_at_work(run_of(record, job_log=console), record) == at_work
+
+
+def test_where_a_rank_was_last_is_its_newest_call() -> None:
+    run = job(RANKS)
+    found = _last_call_site(run, run.ranks[1])
+    assert found is not None
+    assert found.line == 2
+    assert _last_call_site(run, RankRecord(rank=1)) is None
+
+
+def test_the_code_of_the_rank_listed_first_names_its_ranks() -> None:
+    [verdict] = by_exit_codes(run_of(ended(0, 3), ended(1, 7, is_first=True), ended(2, 7)))
+    assert verdict.culprits == (1, 2)
+
+
+def test_without_a_first_all_that_ended_with_the_code_are_named() -> None:
+    [verdict] = by_exit_codes(run_of(ended(0, 3), ended(1, 3), ended(2, 0)))
+    assert verdict.culprits == (0, 1)
