@@ -99,6 +99,21 @@ async def test_a_run_is_opened_from_a_folder_of_runs_and_left(runs: Path) -> Non
         assert app.return_code is None
 
 
+async def test_runs_in_folders_of_folders_are_listed_and_opened(runs: Path) -> None:
+    team = runs.parent / "team"
+    shutil.copytree(runs / "b", team / "project" / "nested")
+    shutil.copytree(runs / "b", team / "flat")
+    (team / "project" / "nested" / "extra" / "step-00000001").mkdir(parents=True)
+    (team / "project" / "notes" / "a" / "b" / "step-00000001").mkdir(parents=True)
+    for place, names in ((team, ["flat", "project/nested"]), (team / "project", ["nested"])):
+        app = TitanApp(find_content(str(place)))
+        async with app.run_test(size=(80, 24)) as pilot:
+            listed = await press(app, pilot, "7")
+            assert [line.strip(" ▸").split()[0] for line in lines_with(listed, " 10 ")] == names
+            assert "notes" not in listed
+            assert "step 10" in await press(app, pilot, "G enter enter")
+
+
 @pytest.mark.parametrize("opened_at", ["runs/a", "safe/a", "elsewhere"])
 def test_both_tiers_are_found_from_wherever_a_run_is_opened(
     opened_at: str, runs: Path, monkeypatch: pytest.MonkeyPatch

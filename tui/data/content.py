@@ -13,7 +13,7 @@ from titan_ckpt.location import local_path, parse_location, redact, scheme
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.runs import CONFIG_PATH, METRICS_PATHS, SINGLE_CHECKPOINT, holds_runs
+from titan_ckpt.tui.data.runs import CONFIG_PATH, DEPTH, METRICS_PATHS, SINGLE_CHECKPOINT, holds_runs
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
@@ -78,16 +78,17 @@ def _content(store: Store, url: str, incident: str | None) -> Content:
         return single
     folders = store.folders()
     has_steps = any(parse_foreign_step(name) is not None for name in folders)
+    runs = Content(url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True)
     if not has_steps and "debug" not in folders and holds_runs(store, folders):
-        return Content(
-            url=url, store=store, has_evidence=False, has_checkpoints=False, logs=(), metrics="", has_runs=True
-        )
+        return runs
     place = find_incident_folders(store, incident)
     found = evidence_files(store, place)
     metrics = next((path for path in METRICS_PATHS if store.exists(path)), "")
     has_checkpoints = has_steps or any(store.exists(path) for path in (*SINGLE_CHECKPOINT, CONFIG_PATH))
     has_evidence = any(_is_evidence(source) for source in found if source.path != CONFIG_PATH)
     if not (has_checkpoints or has_evidence or metrics):
+        if holds_runs(store, folders, DEPTH):
+            return runs
         raise _nothing_here(store, folders)
     return Content(
         url=url, store=store, has_evidence=has_evidence, has_checkpoints=has_checkpoints, metrics=metrics,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,7 +23,8 @@ from titan_ckpt.store.open import open_store
 
 CONFIG_PATH = f"{LOGS}/config.json"
 SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
-AT_ONCE, _LOOKED_AT = 8, 32
+AT_ONCE, _LOOKED_AT, _MOST_FOLDERS = 8, 32, 256
+DEPTH = 3  # of folders below one of runs: an experiment in a project of a team
 _LARGEST_CONFIG = 1 << 20
 _TAIL_BYTES = 32 << 10
 METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
@@ -259,43 +261,63 @@ class RunSummary:
     last: LastRecord = LastRecord()
 
 
-def holds_runs(store: Store, folders: Sequence[str]) -> bool:
-    """Whether a subfolder is a run. Checks the first 32 only, so that a wrong path fails fast."""
-    if not folders:
-        return False
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
-        return any(pool.map(lambda name: _is_run(store, name), folders[:_LOOKED_AT]))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Folder:
+    """A folder below one of runs: whether it is a run, the folders in it, the error if it could not be listed."""
+
+    name: str
+    is_run: bool = False
+    below: tuple[str, ...] = ()
+    problem: str = ""
 
 
-def _is_run(store: Store, name: str) -> bool:
-    below = store.folders(name)
-    has_steps = any(parse_foreign_step(folder) is not None for folder in below)
-    return has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG_PATH}"))
+def holds_runs(store: Store, folders: Sequence[str], depth: int = 1) -> bool:
+    """Whether one of `folders` is a run, or holds one `depth` deep. Checks the first 32 only, so that a wrong path fails fast."""
+    return any(folder.is_run for level in _levels(store, folders[:_LOOKED_AT], _LOOKED_AT, depth) for folder in level)
 
 
 def load_runs(store: Store) -> tuple[RunSummary, ...]:
-    """Summaries of the runs in `store`, the one with the newest checkpoint first."""
+    """Summaries of the runs in `store`, also of those in folders of folders; the one with the newest checkpoint first."""
+    folders = [folder for level in _levels(store, store.folders(), _MOST_FOLDERS, DEPTH) for folder in level]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
-        found = [summary for summary in pool.map(lambda name: _summary(store, name), store.folders()) if summary]
+        found = [*pool.map(lambda folder: _summary(store, folder), (f for f in folders if f.is_run or f.problem))]
     found.sort(key=lambda run: run.name)
     found.sort(key=lambda run: run.newest.commit.created if run.newest and run.newest.commit else "", reverse=True)
     return tuple(found)
 
 
-def _summary(store: Store, name: str) -> RunSummary | None:
-    url = join(store.url, name)
+def _levels(store: Store, folders: Sequence[str], most: int, depth: int) -> Iterator[list[_Folder]]:
+    """The folders, then the first `most` of the next depth, and so on; nothing below a run is looked at."""
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
+        for _ in range(depth):
+            level = [*pool.map(lambda name: _look(store, name), folders)]
+            yield level
+            below = (f"{folder.name}/{name}" for folder in level if not folder.is_run for name in folder.below)
+            folders = [*itertools.islice(below, most)]
+
+
+def _look(store: Store, name: str) -> _Folder:
     try:
-        if not _is_run(store, name):
-            return None
+        below = tuple(store.folders(name))
+        has_steps = any(parse_foreign_step(folder) is not None for folder in below)
+        is_run = has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG_PATH}"))
+    except (TitanError, OSError) as error:
+        return _Folder(name=name, problem=str(error))
+    return _Folder(name=name, is_run=is_run, below=below)
+
+
+def _summary(store: Store, folder: _Folder) -> RunSummary:
+    url = join(store.url, folder.name)
+    if folder.problem:
+        return RunSummary(name=folder.name, url=url, problem=folder.problem)
+    try:
         run = open_store(url)
-        steps = sorted(
-            (step for folder in run.folders() if (step := parse_foreign_step(folder)) is not None), reverse=True
-        )
+        steps = sorted((step for name in folder.below if (step := parse_foreign_step(name)) is not None), reverse=True)
         newest, problem = _newest(run, steps)
         last = read_last_record(run)
-        return RunSummary(name=name, url=url, newest=newest, problem=problem, last=last)
+        return RunSummary(name=folder.name, url=url, newest=newest, problem=problem, last=last)
     except (TitanError, OSError) as error:
-        return RunSummary(name=name, url=url, problem=str(error))
+        return RunSummary(name=folder.name, url=url, problem=str(error))
 
 
 def read_last_record(run: Store) -> LastRecord:
