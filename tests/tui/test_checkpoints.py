@@ -111,7 +111,8 @@ async def test_runs_in_folders_of_folders_are_listed_and_opened(runs: Path) -> N
             listed = await press(app, pilot, "7")
             assert [line.strip(" ▸").split()[0] for line in lines_with(listed, " 10 ")] == names
             assert "notes" not in listed
-            assert "step 10" in await press(app, pilot, "G enter enter")
+            await press(app, pilot, "G enter")
+            assert "step 10 · mesh" in await press(app, pilot, "enter")
 
 
 @pytest.mark.parametrize("opened_at", ["runs/a", "safe/a", "elsewhere"])

@@ -14,6 +14,7 @@ class Prompt(Input):
     def __init__(self) -> None:
         super().__init__(id="prompt", classes="hidden", compact=True, select_on_focus=False)
         self.placeholder = "enter to accept, esc to cancel"
+        self.cursor_blink = False  # what is painted depends on no clock
         self._then: Callable[[str], None] | None = None
 
     def on_mount(self) -> None:
