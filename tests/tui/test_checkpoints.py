@@ -104,7 +104,7 @@ async def test_runs_in_folders_of_folders_are_listed_and_opened(runs: Path) -> N
     shutil.copytree(runs / "b", team / "project" / "nested")
     shutil.copytree(runs / "b", team / "flat")
     (team / "project" / "nested" / "extra" / "step-00000001").mkdir(parents=True)
-    (team / "project" / "notes" / "a" / "b" / "step-00000001").mkdir(parents=True)
+    (team / "project" / "notes" / "a" / "b" / "c" / "step-00000001").mkdir(parents=True)
     for place, names in ((team, ["flat", "project/nested"]), (team / "project", ["nested"])):
         app = TitanApp(find_content(str(place)))
         async with app.run_test(size=(80, 24)) as pilot:
