@@ -15,7 +15,7 @@ from titan_ckpt.store import deadline
 from titan_ckpt.store.base import RetryPolicy, retry
 from titan_ckpt.store.deadline import SAID_AFTER_S, TimedCall, first_answer_limit_s, time_limit
 from titan_ckpt.store.s3_client import S3Options, make_client
-from titan_ckpt.store.s3_errors import region_elsewhere, translate
+from titan_ckpt.store.s3_errors import is_read_timeout, region_elsewhere, translate
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class S3Calls:
                 try:
                     result = self._where_the_bucket_is(action)
                 except Exception as error:
-                    if call.is_over:
+                    if call.is_over or is_read_timeout(error):
                         hint = "" if call.is_answered else f"; {self._check_endpoint}"
                         raise TransientStoreError(
                             f"no whole answer within {time.monotonic() - begun:.1f} s{hint}"

@@ -120,6 +120,11 @@ def _reason(error: Exception) -> str:
     return "" if found is None else f" ({found[1] or found[0]})"
 
 
+def is_read_timeout(error: Exception) -> bool:
+    """Whether the client waited in vain for an answer."""
+    return isinstance(error, boto.ReadTimeoutError)
+
+
 def is_mute(error: Exception) -> bool:
     """Whether a response to HEAD, which has no body, leaves open why it refuses; a GET is told."""
     return (
