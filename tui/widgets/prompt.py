@@ -17,10 +17,6 @@ class Prompt(Input):
         self.cursor_blink = False  # what is painted depends on no clock
         self._then: Callable[[str], None] | None = None
 
-    def on_mount(self) -> None:
-        """In a picture the cursor is always there."""
-        self.cursor_blink = not self.app.is_headless
-
     @property
     def is_open(self) -> bool:
         """Whether it waits for an answer."""
