@@ -108,6 +108,7 @@ loops: $(READY) ## the tests of loops whose libraries are installed for this alo
 
 phones: $(READY) ## install the extra `examples`, cluster 1,000 photographs on simulated phones: docs/phones.md (root, 40 minutes)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[examples]'
+	$(BIN)/python -m pytest tests/phones
 	$(BIN)/python -m examples.phones.pictures .phones
 	$(BIN)/python -m examples.phones.measure .phones --out .phones/results.jsonl --runs "all:4;unmodified:4;all:1;unmodified:1" --faults
 

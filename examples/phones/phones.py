@@ -75,6 +75,7 @@ class Phones:
         self._book = ",".join(f"{network.addresses[name]}:{PORT}" for name in names)
         self.running: dict[str, Phone] = {}
         self._groups: list[Path] = []
+        self._sent_before: dict[str, int] = {}
 
     def __enter__(self) -> Phones:
         return self
@@ -94,6 +95,7 @@ class Phones:
         (groups[0] / "cpu.cfs_quota_us").write_text(str(round(PERIOD_US * self._strength.cores)))
         (groups[0] / "cpu.shares").write_text(str(self._strength.shares))
         self._slow_down(name)
+        self._sent_before[name] = self._counter(name)
         enter = "".join(f"echo $$ > {group}/cgroup.procs; " for group in groups) + 'exec "$@"'
         peer = [
             sys.executable, "-m", "examples.phones.peer", "--address", f"{self._network.addresses[name]}:{PORT}", "--book",
@@ -129,7 +131,10 @@ class Phones:
         return stat["nr_throttled"] / max(stat["nr_periods"], 1)
 
     def sent_bytes(self, name: str) -> int:
-        """Bytes that left the phone."""
+        """Bytes that left the phone since it was started."""
+        return self._counter(name) - self._sent_before[name]
+
+    def _counter(self, name: str) -> int:
         command = self._network.on(name, ["cat", "/sys/class/net/eth0/statistics/tx_bytes"])
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
 

@@ -31,6 +31,7 @@ CHOICES: dict[str, Any] = {
     "clusters": NUM_SCENES, "restarts": 3,
 }  # fmt: skip
 
+pytest.importorskip("cv2", reason="needs minutes of a busy machine: `make phones` runs it")
 pytestmark = pytest.mark.dist
 
 

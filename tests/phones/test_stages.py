@@ -1,0 +1,77 @@
+"""The stages on one rank: stopped in each of them, they go on from their checkpoints and find the same clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.phones.choices import Choices
+from examples.phones.pictures import read_truth
+from examples.phones.progress import AXIS, Crew, Regroup
+from examples.phones.score import adjusted_rand_index
+from examples.phones.stages import Album, run_pipeline, weighted
+from tests.phones.conftest import NUM_SCENES
+from titan_ckpt import open_store
+
+CHOICES = Choices(
+    features="gradients",
+    width=80,
+    words=16,
+    per_picture=40,
+    iterations=6,
+    tolerance=0.0,
+    clusters=NUM_SCENES,
+    restarts=3,
+)
+
+pytest.importorskip("cv2", reason="needs a minute of processor time: `make phones` runs it")
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@dataclass(slots=True)
+class Run:
+    """Crews of one rank that work in a folder; what each of them reports."""
+
+    folder: Path
+    album: Path
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def work(self, *, stop_in: str = "") -> list[int]:
+        """The clusters; Regroup at the first save of the stage `stop_in`."""
+        self.events = []
+        crew = Crew(
+            mesh=init_device_mesh("cpu", (1,), mesh_dim_names=(AXIS,)), save_every_s=0.0, report=self._report,
+            open_store=lambda stage: open_store(str(self.folder / stage)),
+            is_knocked=lambda: self.events[-1]["stage"] == stop_in,
+        )  # fmt: skip
+        album = Album(folder=self.album, size=len(read_truth(self.album)), block=CHOICES.block)
+        return run_pipeline(crew, album, CHOICES)
+
+    def resumed(self) -> dict[str, int]:
+        """The step at which each stage began."""
+        return {event["stage"]: event["step"] for event in self.events if event["event"] == "resumed"}
+
+    def _report(self, event: str, **details: Any) -> None:
+        self.events.append({"event": event, **details})
+
+
+@pytest.mark.parametrize("stage", ["descriptors", "vocabulary", "vectors", "clusters"])
+def test_a_stage_goes_on_where_it_was_stopped(stage: str, album: Path, tmp_path: Path) -> None:
+    undisturbed = Run(tmp_path / "undisturbed", album).work()
+    run = Run(tmp_path / "stopped", album)
+    with pytest.raises(Regroup):
+        run.work(stop_in=stage)
+    assert run.work() == undisturbed
+    assert run.resumed()[stage] == 1
+    assert adjusted_rand_index(read_truth(album), undisturbed) > 0.5
+
+
+def test_words_of_every_picture_weigh_nothing() -> None:
+    vectors = weighted(torch.tensor([[1.0, 3.0, 0.0], [1.0, 0.0, 4.0], [1.0, 0.0, 0.0]]))
+    assert vectors[:, 0].tolist() == [0.0, 0.0, 0.0]
+    torch.testing.assert_close(vectors[:2, 1:], torch.eye(2))
