@@ -1,19 +1,22 @@
-"""A 1.2 B Llama on one GPU (bf16, compiled, Float8 rowwise) against torchtitan 0.3.0, and the cost of a save.
+"""A 1.2 B Llama on one GPU (bf16, compiled, Float8 rowwise, MXFP8) against torchtitan 0.3.0, and the cost of a save.
 
     python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
     python -m benchmarks.training.trainer_gpu [--titan titan/bin/python] [--rounds 20]
     python -m benchmarks.training.trainer_gpu --tiny [--titan ...]     # every path on a CPU, in a minute; writes no table
 
 Ours and torchtitan's ranks alternate step by step, so both models are in the GPU's memory at once; a ratio is the median over
-pairs of steps, torchtitan's seconds over ours. A save's stall is compared with copying the same bytes to pinned memory.
+pairs of steps, torchtitan's seconds over ours. A save's stall is compared with copying the same bytes to pinned memory. With
+--json FILE all rows are written there, each with why it was not run, if so; `benchmarks.gpu` runs this with others.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.training.turns import Job
@@ -38,11 +41,12 @@ TINY = replace(
     LARGE, vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, tied_embeddings=False
 )
 VARIANTS = {
-    "bf16": {"compile": False, "float8": False},
-    "bf16, compiled": {"compile": True, "float8": False},
-    "Float8 rowwise, compiled": {"compile": True, "float8": True},
+    "bf16": {"compile": False, "float8": ""},
+    "bf16, compiled": {"compile": True, "float8": ""},
+    "Float8 rowwise, compiled": {"compile": True, "float8": "rowwise"},
 }
-FLOAT8_BAR, STALL_BAR = 1.25, 1.25
+MX_NAME, MX_VARIANT = "MXFP8, compiled", {"compile": True, "float8": "mxfp8"}  # torchtitan is not asked for it
+FLOAT8_BAR, STALL_BAR, UPLOADING_BAR = 1.25, 1.25, 0.8
 TITLE = "One GPU: a Llama of 1.2 B parameters"
 NOTES = """{samples} samples of {seq_len} tokens a step; forward, backward, clipping and AdamW, no data loading, no logging, no
 recomputation. MFU counts 6 FLOPs per weight that is multiplied and 12 per layer, head element and key (no causal discount)
@@ -75,7 +79,7 @@ def pairs(first: Job, second: Job | None, rounds: int) -> tuple[list[float], lis
 
 def measure(name: str, options: dict[str, Any], titan: str | None, rounds: int) -> tuple[list[float], list[float]]:
     """Our seconds per step in this variant, and torchtitan's if available."""
-    asked = options | VARIANTS[name]
+    asked = options | (VARIANTS | {MX_NAME: MX_VARIANT})[name]
     with Job(sys.executable, OURS, asked, world_size=1, port=free_port()) as ours:
         if titan is None:
             return pairs(ours, None, rounds)
@@ -99,6 +103,39 @@ def stall(options: dict[str, Any], rounds: int) -> Measurement:
     return Measurement(
         what="a save keeps training for, over the copy alone", figure=f"{ratio:.2f} x ({spread(kept)})",
         bar=f"<= {STALL_BAR} x", holds=ratio <= STALL_BAR, peer=spread(copied),
+    )  # fmt: skip
+
+
+def uploading(options: dict[str, Any], rounds: int) -> Measurement:
+    """The rate of steps that begin right after a save, while it uploads, over that of steps before it."""
+    before, during = [], []
+    with Job(sys.executable, SAVING, options | {"what": "train"}, world_size=1, port=free_port()) as job:
+        for _ in range(rounds + 1):
+            before.append(job.step().wall_s)
+            job.step()  # saves
+            during.append(job.step().wall_s)
+            job.step()  # waits for the upload
+    rate = median([a / b for a, b in zip(before[1:], during[1:], strict=True)])
+    return Measurement(
+        what="training rate while uploading",
+        figure=f"{rate:.2f}",
+        bar=f">= {UPLOADING_BAR}",
+        holds=rate >= UPLOADING_BAR,
+    )
+
+
+def pinned(options: dict[str, Any], rounds: int) -> Measurement:
+    """Copies from the GPU to pinned memory against copies to pageable memory."""
+    with (
+        Job(sys.executable, SAVING, options | {"what": "copy"}, world_size=1, port=free_port()) as fast,
+        Job(sys.executable, SAVING, options | {"what": "copy, pageable"}, world_size=1, port=free_port()) as slow,
+    ):
+        times = [(fast.step().wall_s, slow.step().wall_s) for _ in range(rounds + 1)][1:]
+    ratio = median([b / a for a, b in times])
+    figure = f"{ratio:.2f} x faster ({spread([a for a, _ in times])})"
+    return Measurement(
+        what="copy to pinned memory, over pageable", figure=figure, bar=">= 1.0 x", holds=ratio >= 1.0,
+        peer=spread([b for _, b in times]),
     )  # fmt: skip
 
 
@@ -133,6 +170,26 @@ def rows(
     return bars
 
 
+def narrow(seconds: list[float], compiled_s: float) -> list[Measurement]:
+    """MXFP8 against compiled bf16."""
+    gain = compiled_s / median(seconds)
+    return [Measurement(what="MXFP8 over bf16, both compiled", figure=f"{gain:.2f} x", bar="-", holds=True)]
+
+
+def mxfp8_missing(*, is_tiny: bool) -> str:
+    """Why MXFP8 cannot be measured here; a CPU emulates it, which shows that the path runs."""
+    import torch
+
+    if is_tiny:
+        return ""
+    major, minor = torch.cuda.get_device_capability()
+    return (
+        ""
+        if (major, minor) in ((10, 0), (10, 3))
+        else f"needs compute capability 10.0 or 10.3, this is {major}.{minor}"
+    )
+
+
 def gpu_name() -> str:
     """The measured GPU."""
     import torch
@@ -148,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU: do all paths run?")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
     asked = parser.parse_args(arguments)
     options, name = options_of(asked), gpu_name()
     if not asked.tiny and not name:
@@ -155,7 +213,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     peak = next((peak for known, peak in PEAK_FLOPS.items() if known in name), None) if name else None
     seconds = {variant: measure(variant, options, asked.titan, asked.rounds) for variant in VARIANTS}
-    bars = [*rows(seconds, options, peak), stall(options, min(asked.rounds, 5))]
+    few, why_no_mx = min(asked.rounds, 5), mxfp8_missing(is_tiny=asked.tiny)
+    bars = [*rows(seconds, options, peak), stall(options, few), uploading(options, few), pinned(options, few)]
+    if not why_no_mx:
+        bars += narrow(measure(MX_NAME, options, None, asked.rounds)[0], median(seconds["bf16, compiled"][0]))
+    if asked.json is not None:
+        skipped = [{"what": MX_NAME, "not run": why_no_mx}] if why_no_mx else []
+        asked.json.write_text(json.dumps([*map(asdict, bars), *skipped], indent=1))
     if asked.tiny:
         sys.stdout.write("".join(f"{bar.what}: {bar.figure}; {bar.peer}\n" for bar in bars))
         return 0

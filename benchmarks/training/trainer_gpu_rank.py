@@ -38,7 +38,7 @@ def build_model(job: dict[str, Any], device: torch.device) -> tuple[Parallelized
     parallel = ParallelConfig(
         param_dtype="bfloat16",
         compile=job.get("compile", False),
-        float8="rowwise" if job.get("float8") else "none",
+        float8=job.get("float8") or "none",
         loss_chunk_tokens=LOSS_CHUNK_TOKENS,
     )
     mesh = mesh_spec(parallel, 1)

@@ -1,4 +1,5 @@
-"""For trainer_gpu.py: the stall of a save ("save"; every second turn waits for its upload) or a copy ("copy")."""
+"""For trainer_gpu.py: by `what`, the stall of a save ("save"; every second turn waits for its upload), a copy to pinned memory
+("copy") or pageable memory ("copy, pageable"), or a step, a save, a step while it uploads, and the wait for it ("train")."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.upkeep.retention import RetentionPolicy
 
 
-def copier(tensors: list[Tensor], device: torch.device) -> Callable[[], None]:
-    """Copies all tensors to preallocated host buffers: the lower bound for a save."""
-    is_cuda = device.type == "cuda"
-    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+def copier(tensors: list[Tensor], device: torch.device, *, is_pinned: bool) -> Callable[[], None]:
+    """Copies all tensors to preallocated host buffers: the lower bound for a save, if they are pinned."""
+    pin = is_pinned and device.type == "cuda"
+    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin) for tensor in tensors]
 
     def copy() -> None:
         for buffer, tensor in zip(buffers, tensors, strict=True):
@@ -48,19 +49,34 @@ def saving(saver: Saver, state: dict[str, Any]) -> Callable[[], None]:
     return save
 
 
+def training(saver: Saver, state: dict[str, Any], step: Callable[[], None]) -> Callable[[], None]:
+    """Trains, saves, trains, and waits for the commit, in turn."""
+    turns, save = itertools.count(), saving(saver, state)
+
+    def act() -> None:
+        if next(turns) % 2:
+            save()
+        else:
+            step()
+
+    return act
+
+
 def main(job: dict[str, Any]) -> None:
     """Run one training step to get a realistic state, then one action per turn."""
     device = open_device(job)
     model, optimizer = build_model(job, device)
-    stepper(model, optimizer, job, device)()
+    step = stepper(model, optimizer, job, device)
+    step()
     optimizer.zero_grad()
     state = live_state(model, optimizer)
-    if job["what"] == "copy":
-        take_turns(copier([local_tensor(t) for part in state.values() for t in part.values()], device))
+    if job["what"].startswith("copy"):
+        tensors = [local_tensor(tensor) for part in state.values() for tensor in part.values()]
+        take_turns(copier(tensors, device, is_pinned=job["what"] == "copy"))
     else:
         options = SaveOptions(mesh=model.mesh, retention=RetentionPolicy(keep_last=1))
         with tempfile.TemporaryDirectory() as folder, Saver(folder, options) as saver:
-            take_turns(saving(saver, state))
+            take_turns(saving(saver, state) if job["what"] == "save" else training(saver, state, step))
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ def model_spec(job: dict[str, Any]) -> Any:
         is_compiled = job["compile"] and not job["is_tiny"]
         converters = [
             Float8LinearConverter.Config(
-                recipe_name="rowwise",
+                recipe_name=job["float8"],
                 filter_fqns=["lm_head"],
                 emulate=job["is_tiny"],
                 model_compile_enabled=is_compiled,
@@ -46,7 +46,7 @@ def compiling(job: dict[str, Any]) -> Any:
     """Whether its blocks are compiled: not with Float8 on a CPU."""
     from torchtitan.config import CompileConfig
 
-    return CompileConfig(enable=job["compile"] and not (job["is_tiny"] and job["float8"]))
+    return CompileConfig(enable=job["compile"] and not (job["is_tiny"] and bool(job["float8"])))
 
 
 def build(spec: Any, job: dict[str, Any], device: torch.device) -> tuple[Any, Any]:

@@ -24,6 +24,9 @@ from titan_ckpt.trainer.parallel.config import (
     num_stages,
     stages_of_rank,
 )
+from titan_ckpt.trainer.parallel.initialize import cut_axes
+from titan_ckpt.trainer.parallel.local_weights import local_tensor
+from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from titan_ckpt.trainer.parallel.precision import apply_float8
 from tools.rank_pool import RankPool
 from tools.training.curves import EVERYTHING, SMALL, Curve, CurveCase, relative_error, single, train
@@ -104,6 +107,28 @@ def test_a_schedule_gives_the_single_process_curve(ranks: RankPool, name: str) -
     assert_same_curve(ranks, CurveCase(parallel=SCHEDULES[name]))
 
 
+def _states_after_validation(_rank: int) -> list[str]:
+    """The weights of the state after a forward without backward that FSDP does not divide; a step follows."""
+    parallel = mesh(dp_shard=2, tp=2)
+    spec = decoder(SMALL)
+    model = build_parallel_model(spec, parallel, mesh_spec(parallel, 4), device=torch.device("cpu"), seed=1)
+    batch = {name: torch.zeros(1, 48, dtype=torch.long) for name in ("tokens", "labels")}
+    model.forward_loss(batch)
+    state = model.model_state()
+    whole = [fqn for fqn, weight in state.items() if "dp_shard" not in cut_axes(weight)]
+    if whole:
+        return whole
+    for weight in state.values():
+        local_tensor(weight).numpy()  # as a save does, after which a storage cannot be resized
+    model.forward_backward(batch, count=48 * 2)
+    return whole
+
+
+@pytest.mark.dist
+def test_validation_leaves_no_whole_weights_in_the_state(ranks: RankPool) -> None:
+    assert ranks.run(_states_after_validation) == [[]] * 4
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("name", MEMORY)
 def test_recomputing_activations_changes_nothing(ranks: RankPool, name: str) -> None:
@@ -179,7 +204,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cp": 2, "attention": "flex"}, r"context parallelism brings its own attention"),
     ({"activation_checkpoint": "budget"}, r"set compile=true"),
     ({"float8": "rowwise", "float8_all_gather": True}, r"float8_all_gather needs float8=tensorwise, not 'rowwise'"),
-    ({"async_tp": True}, r"set all three"),
+    ({"async_tp": True}, r"set both"),
+    ({"async_tp": True, "tp": 2, "sequence_parallel": False}, r"set both"),
+    ({"async_tp": True, "tp": 2, "float8": "tensorwise"}, r"only the compiler overlaps products in float8"),
+    ({"async_tp": True, "tp": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"}, r"this schedule splits them"),
     (
         {"float8": "rowwise", "tp": 4},
         r"float8: model.layers.0.self_attn.k_proj: outputs 32 / the alignment 16 x tp 4 = 64 = 0.50",

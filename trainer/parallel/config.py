@@ -41,7 +41,7 @@ class ParallelConfig:
     microbatches: int = 0  # per pipeline run; 0: one per stage
     sequence_parallel: bool = True  # with tp: norms work on parts of the sequence
     loss_parallel: bool = True  # with tp: logits stay divided over the vocabulary
-    async_tp: bool = False  # overlap communication and products of tp, by the compiler; needs compile and NVLink
+    async_tp: bool = False  # overlap communication and products of tp; with compile by the compiler, which needs NVLink
     cp_method: Literal["ring", "all_gather"] = "ring"  # how keys and values reach the other ranks of cp
     attention: Literal["sdpa", "flex"] = "sdpa"  # the kernel: scaled_dot_product_attention or FlexAttention
 
@@ -143,9 +143,16 @@ def num_microbatches(parallel: ParallelConfig, mesh: MeshSpec) -> int:
 
 
 def _check_tensor(spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec) -> None:
-    if parallel.async_tp and not (parallel.compile and parallel.sequence_parallel and mesh.degree("tp") > 1):
+    if parallel.async_tp and not (parallel.sequence_parallel and mesh.degree("tp") > 1):
+        raise ConfigError("async_tp overlaps the collectives of tp > 1 with sequence_parallel: set both")
+    if parallel.async_tp and not parallel.compile and parallel.float8 != "none":
         raise ConfigError(
-            "async_tp overlaps the collectives of tp > 1 with sequence_parallel in compiled blocks: set all three"
+            f"async_tp with float8={parallel.float8}: only the compiler overlaps products in float8; set compile=true"
+        )
+    if parallel.async_tp and not parallel.compile and mesh.degree("pp") > 1 and parallel.pp_schedule in SPLIT_BACKWARD:
+        raise ConfigError(
+            f"async_tp with {parallel.pp_schedule}: gradients of inputs and weights are computed together around the ring, and "
+            "this schedule splits them; use 1F1B or Interleaved1F1B, or compile=true"
         )
     if spec.tied and mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED:
         raise ConfigError(

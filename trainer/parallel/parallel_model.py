@@ -231,6 +231,7 @@ class Parallelized:
 
     def model_state(self) -> dict[str, Tensor]:
         """FQN -> live tensor (a DTensor if sharded), for saving and for loading in place."""
+        self.reshard()  # a forward without backward, as of validation, leaves the last weights whole
         weights = {fqn: unwrap_float8(parameter.detach()) for fqn, parameter in self.named_parameters().items()}
         biases = {f"{fqn}.{BIAS}": r.correction for fqn, r in self.routers() if r.correction is not None}
         return weights | biases

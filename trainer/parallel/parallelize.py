@@ -26,16 +26,12 @@ from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges, sta
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
 from titan_ckpt.trainer.parallel.experts import set_balance, shard_experts
 from titan_ckpt.trainer.parallel.initialize import fill
+from titan_ckpt.trainer.parallel.overlap.compiled import overlap_in_compiled_blocks
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.precision import apply_float8, mixed_precision
 from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile
 from titan_ckpt.trainer.parallel.stage_forward import compute_loss_in
-from titan_ckpt.trainer.parallel.tensor import (
-    TensorMethod,
-    apply_tensor_parallel,
-    compute_on_shards,
-    overlap_with_products,
-)
+from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel, compute_on_shards
 from titan_ckpt.trainer.seams.boundary import calling
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -118,11 +114,12 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
         if isinstance(module, LmHead):
             module.loss = loss
     if tp_mesh is not None:
-        if parallel.async_tp:
-            overlap_with_products(tp_mesh, ranks.device)
+        if parallel.async_tp and parallel.compile:
+            overlap_in_compiled_blocks(tp_mesh, ranks.device)
         method = TensorMethod(
-            sequence_parallel=parallel.sequence_parallel, loss=loss, loss_parallel=parallel.loss_parallel
-        )
+            sequence_parallel=parallel.sequence_parallel, loss=loss, loss_parallel=parallel.loss_parallel,
+            around_ring=parallel.async_tp and not parallel.compile,
+        )  # fmt: skip
         partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
     if ranks.expert_mesh is not None:
         shard_experts(part, plan, ranks.expert_mesh["ep"])

@@ -13,16 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss, VocabShard
 from titan_ckpt.trainer.model.plan import Plan
@@ -30,6 +26,7 @@ from titan_ckpt.trainer.model.stages import Elsewhere, tie
 from titan_ckpt.trainer.parallel import collectives
 from titan_ckpt.trainer.parallel.collectives import FEATURES
 from titan_ckpt.trainer.parallel.local_weights import BIAS_SHARE, on_local_weights
+from titan_ckpt.trainer.parallel.overlap.regions import RingRegion
 from titan_ckpt.trainer.seams.model import Colwise, Head, Region, Rowwise, Shared, Vocab, Whole
 from titan_ckpt.trainer.seams.patterns import is_below
 
@@ -41,6 +38,7 @@ class TensorMethod:
     sequence_parallel: bool
     loss: TokenLoss
     loss_parallel: bool
+    around_ring: bool = False  # regions compute while their tokens travel; needs sequence_parallel
 
 
 def apply_tensor_parallel(part: nn.Module, plan: Plan, mesh: DeviceMesh, method: TensorMethod) -> list[str]:
@@ -58,7 +56,8 @@ def apply_tensor_parallel(part: nn.Module, plan: Plan, mesh: DeviceMesh, method:
             case Region(divided=names):
                 for name in names:
                     _shard_one(module, name, mesh, 0)
-                _around(module, before=enter, after=leave)
+                before, after = _around_ring(module, fqn, plan, group) if method.around_ring else (None, None)
+                _around(module, before=before or enter, after=after or leave)
             case Colwise():
                 _shard(module, mesh, 0)
             case Rowwise():
@@ -85,19 +84,6 @@ def compute_on_shards(part: nn.Module, *, but: tuple[str, ...] = ()) -> None:
             module.forward = on_local_weights(module, module.forward)
 
 
-def overlap_with_products(mesh: DeviceMesh, device: torch.device) -> None:
-    """Let the compiler split a region's collectives and matrix products into chunks that overlap (async TP).
-
-    Needs symmetric memory, hence GPUs; ConfigError elsewhere.
-    """
-    if device.type != "cuda":
-        raise ConfigError(
-            f"async_tp overlaps copies between GPUs with products; this device is {device}: set async_tp=false"
-        )
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.get_group().group_name)
-
-
 def _around(
     module: nn.Module,
     *,
@@ -120,6 +106,23 @@ def _around(
             return (after(out[0]), *out[1:]) if isinstance(out, tuple) else after(out)
 
         module.register_forward_hook(change_output)
+
+
+def _around_ring(
+    region: nn.Module, fqn: str, plan: Plan, group: dist.ProcessGroup
+) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
+    """Compute a region's projections around the ring; what to do with its input and its output, None as without a ring.
+
+    Without one are a side that has no projection, an output that several projections add up to, and one to which an adapter adds.
+    """
+    projections = {f"{fqn}.{name}": module for name, module in region.named_modules() if isinstance(module, nn.Linear)}
+    columns = {name: module for name, module in projections.items() if isinstance(plan.rules.get(name), Colwise)}
+    rows = [module for name, module in projections.items() if isinstance(plan.rules.get(name), Rowwise)]
+    ring = RingRegion(fqn, group, columns)
+    is_summed = len(rows) == 1 and not rows[0]._forward_hooks
+    if is_summed:
+        ring.sum_output_of(rows[0])
+    return ring.enter if columns else None, ring.leave if is_summed else None
 
 
 def _compute_whole(module: nn.Module, fqn: str, plan: Plan, group: dist.ProcessGroup) -> None:
