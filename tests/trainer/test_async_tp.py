@@ -227,7 +227,6 @@ def test_the_compiler_fuses_the_regions_of_a_block(ranks: RankPool) -> None:
     ranks.run(_register_fused_operators)
     for counts, distance in ranks.run(_compiled):
         assert distance <= 1e-5
-        fused = {name: counts[name] for name in counts if "fused_" in name or "c10d" in name or "all_gather" in name}
-        assert (counts["fused_all_gather_matmul.default"], counts["fused_matmul_reduce_scatter.default"]) == (4, 4), (
-            fused
-        )
+        # both gathers and both sums forward; backward the gathers alone: a sum of several products is no product to the compiler
+        assert (counts["fused_all_gather_matmul.default"], counts["fused_matmul_reduce_scatter.default"]) == (4, 2)
+        assert (counts["all_gather_into_tensor.default"], counts["reduce_scatter_tensor.default"]) == (0, 2)
