@@ -11,7 +11,7 @@ QUICK := not dist and not s3 and not hf and not e2e
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops phones soak arena bench demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops phones soak arena bench gpu demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +120,9 @@ arena: $(READY) ## score this and other tools on recorded incidents: docs/arena.
 
 bench: $(READY) ## run all benchmarks that fit this machine, with peers: docs/performance.md (ARGS="--quick" or "--only core_local")
 	$(BIN)/python -m benchmarks.suite $(ARGS)
+
+gpu: $(READY) ## all that needs a GPU, on one GPU, within 40 minutes, with a report in .bench/gpu (ARGS="--titan PYTHON", or --tiny on a CPU)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug (ARGS=--json for results as JSON)
 	$(BIN)/python -m titan_ckpt demo --dir .demo $(ARGS)

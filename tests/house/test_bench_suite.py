@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import suite
+from benchmarks import gpu, suite
 from benchmarks.bars import PROMISES, read_sections, summary
 from benchmarks.suite import SUITES, Suite, main, run_suite
 from tools.paths import ROOT
@@ -119,3 +120,15 @@ def test_quick_leaves_out_long_suites(capsys: pytest.CaptureFixture[str]) -> Non
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert "core_scale" in names
     assert "reshard_matrix" not in names
+
+
+def test_what_gave_no_row_is_reported_with_why(tmp_path: Path) -> None:
+    part = gpu.Part(module="not_there", promises=("a", "b"), limit_s=60.0)
+    rows = gpu.run(part, is_tiny=True, titan=None, limit_s=60.0)
+    assert [row.what for row in rows] == ["a", "b"]
+    assert all("not run: " in row.state and "benchmarks.not_there" in row.state for row in rows)
+    measured = gpu.Row(what="c", state="run", figure="1.10 x", bar=">= 1.0 x", holds=True)
+    gpu.write_report(tmp_path, [*rows, measured], "a device")
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["state"] == "run" for row in written["rows"]] == [False, False, True]
+    assert "1.10 x" in (tmp_path / "gpu.md").read_text()
