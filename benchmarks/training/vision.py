@@ -33,8 +33,14 @@ def command(*words: str) -> None:
 
 def train(run: Path, ranks: int, *sets: str) -> None:
     """A job of the example."""
-    fixed = (f"save.url={run}", f"train.steps={STEPS}", f"validation.every={STEPS}", "train.microbatch_size=32")
-    fixed += ("train.device=cpu", "log.tensorboard=false", "log.progress=false")
+    sets = (
+        f"train.steps={STEPS}",
+        f"validation.every={STEPS}",
+        "train.microbatch_size=32",
+        "log.progress=false",
+        *sets,
+    )
+    fixed = (f"save.url={run}", "train.device=cpu", "log.tensorboard=false")
     more = [part for text in (*fixed, *sets) for part in ("--set", text)]
     config, module = EXAMPLES / "vit_digits.toml", EXAMPLES / "vit.py"
     command("train", str(config), "--module", str(module), "--nproc", str(ranks), *more)
