@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def _register_fused_operators(_rank: int) -> None:
     library.impl("fused_all_gather_matmul", all_gather_matmul, "CPU")  # type: ignore[no-untyped-call]
     library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, "CPU")  # type: ignore[no-untyped-call]
     _KEPT.append(library)
-    dist.is_nccl_available = lambda: True
+    mock.patch.object(dist, "is_nccl_available", return_value=True).start()
 
 
 _KEPT: list[torch.library.Library] = []
