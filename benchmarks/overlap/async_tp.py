@@ -1,6 +1,6 @@
 """Asynchronous tensor parallelism on slow links: the ring of products against collectives and products one after the other.
 
-    python -m benchmarks.training.async_tp [--rounds 25]
+    python -m benchmarks.overlap.async_tp [--rounds 25]
 
 Two ranks over gloo, whose connections have 1 ms and 100 MB/s in each direction (tools/slow_link.py). Each round times, in
 turn, the parts (a rank's share of the products, a transfer, each collective) and both ways of doing the whole. What the model
@@ -37,7 +37,7 @@ def measure(tokens: int, width: int, rounds: int) -> dict[str, list[float]]:
     with SlowLinks(latency_s=LATENCY_S, bytes_per_s=BYTES_PER_S) as links:
         options = {"threads": 1, "tokens": tokens, "width": width, "relay": links.address}
         with Job(
-            sys.executable, "benchmarks.training.async_tp_rank", options, world_size=RANKS, port=free_port()
+            sys.executable, "benchmarks.overlap.async_tp_rank", options, world_size=RANKS, port=free_port()
         ) as job:
             found: dict[str, list[float]] = {name: [] for name in ACTIONS}
             for _ in range(WARMUP + rounds):

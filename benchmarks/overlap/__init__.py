@@ -1,0 +1,1 @@
+"""Collectives that overlap with products, on slow links."""
