@@ -38,7 +38,7 @@ def kill_while_writing(
     with FaultyProxy(host, int(port)) as proxy, ThreadPoolExecutor(1) as thread:
         proxy.rule = rule
         environment = {**server.environment, "AWS_ENDPOINT_URL": proxy.endpoint}
-        with patch.dict(os.environ, environment), RankPool(num_ranks) as ranks:
+        with patch.dict(os.environ, environment), RankPool(num_ranks, timeout_s=REACHED_WITHIN_S) as ranks:
             running = thread.submit(ranks.run, function, *arguments)
             running.add_done_callback(lambda _: is_writing.set())
             assert is_writing.wait(REACHED_WITHIN_S)
