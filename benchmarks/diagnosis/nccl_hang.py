@@ -19,9 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tools.ports import free_port
-
 from tools.paths import ROOT
+from tools.ports import free_port
 from tools.report import Measurement
 
 RANKS, CULPRIT, HANG_S, LIMIT_S = 2, 1, 15, 240.0

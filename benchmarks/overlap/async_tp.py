@@ -13,9 +13,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tools.ports import free_port
-
 from benchmarks.training.turns import Job
+from tools.ports import free_port
 from tools.report import Measurement, median, spread, write_section
 from tools.slow_link import SlowLinks
 
