@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.killed import kill_while_writing
-from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from tools.rank_pool import RankPool
-from tools.s3_server import Server
 from tools.training.torchtitan_model import TitanTrainState, build, debug_spec, token_loss
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed: make loops")
@@ -116,20 +112,6 @@ def test_a_resumed_job_goes_on_bit_for_bit(pair: RankPool, tmp_path: Path, is_fi
         assert sorted(rest) == [5, 6]
     kinds = {info.step: info.commit.kind for info in list_checkpoints(tmp_path / "checkpoint") if info.commit}
     assert kinds == ({2: "full", 4: "full", 6: "model"} if is_first_ours else {6: "model"})
-
-
-def _trained_on_s3(rank: int, url: str, environment: dict[str, str]) -> dict[int, float]:
-    os.environ.update(environment)
-    return Job(rank, 2, url).train(6)
-
-
-@pytest.mark.s3
-def test_a_job_killed_in_a_save_goes_on(pair: RankPool, s3_server: Server, s3_url: str) -> None:
-    kill_while_writing(s3_server, r"step-0*4/.*distcp", _trained_on_s3, s3_url, {}, num_ranks=2)
-    rest = pair.run(_trained_on_s3, s3_url, s3_server.environment)
-    whole = pair.run(_trained_on_s3, f"{s3_url}-whole", s3_server.environment)
-    assert rest == [{step: losses[step] for step in (3, 4, 5, 6)} for losses in whole]
-    assert verify(f"{s3_url}/checkpoint", read_data=True) == []
 
 
 def _with_other_ranks(rank: int, folder: str) -> tuple[str, int]:
