@@ -89,7 +89,7 @@ def test_recorded_config_is_json_with_the_toml_keys() -> None:
         ("mesh.pp_layers_per_stage=[1, 'x']", "mesh.pp_layers_per_stage[1]: expected a whole number"),
         (
             "model.family=gpt2",
-            'or "mistral" or "mixtral" or "qwen3_moe", found "gpt2"',
+            'or "deepseek_v2" or "deepseek_v3" or "gpt_oss", found "gpt2"',
         ),
         ("model=3", "model: expected a table"),
         ("train", "write section.key=value"),
