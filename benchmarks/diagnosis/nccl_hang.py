@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.demo.ports import free_port
 from tools.paths import ROOT
-from tools.ports import free_port
 from tools.report import Measurement
 
 RANKS, CULPRIT, HANG_S, LIMIT_S = 2, 1, 15, 240.0
