@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from benchmarks.training.turns import take_turns
 from titan_ckpt.trainer.parallel import collectives
-from titan_ckpt.trainer.parallel.overlap.ring import gather_products, parts_around, products_scatter
+from titan_ckpt.trainer.parallel.overlap.around import gather_products, parts_around, products_scatter
 from tools.slow_link import slow_groups
 
 

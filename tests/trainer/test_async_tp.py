@@ -27,8 +27,8 @@ from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.model.rope import rotation
 from titan_ckpt.trainer.model.stages import BlockRange, build_stage
 from titan_ckpt.trainer.parallel.local_weights import local_tensor, on_local_weights
+from titan_ckpt.trainer.parallel.overlap.around import gather_products, products_scatter
 from titan_ckpt.trainer.parallel.overlap.regions import RingRegion
-from titan_ckpt.trainer.parallel.overlap.ring import gather_products, products_scatter
 from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel
 from tools.rank_pool import RankPool
 from tools.training.curves import EVERYTHING, SMALL, CurveCase, relative_error, single, train

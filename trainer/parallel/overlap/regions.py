@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
-from titan_ckpt.trainer.parallel.overlap.ring import gather_products, products_scatter
+from titan_ckpt.trainer.parallel.overlap.around import gather_products, products_scatter
 
 
 class RingRegion:
