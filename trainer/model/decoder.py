@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """SwiGLU (arXiv 2002.05202): `down(silu(gate(x)) * up(x))`, without biases."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()

@@ -218,7 +218,7 @@ class _Experts(nn.Module):
 
 
 class Experts(_Experts):
-    """SwiGLU."""
+    """Experts that are SwiGLU feed-forwards without biases."""
 
     def __init__(self, config: ExpertsConfig, dim: int) -> None:
         super().__init__(config.number)
