@@ -125,6 +125,7 @@ gpu: $(READY) ## all that needs a GPU, on one GPU, within 40 minutes, with a rep
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 demo: $(READY) ## train, kill, resume, reshard, convert, hang and debug (ARGS=--json for results as JSON)
+	rm -rf .demo
 	$(BIN)/python -m titan_ckpt demo --dir .demo $(ARGS)
 
 docs: $(READY) ## write docs/cli.md, settings.md, api.md, the reports of docs/verdicts and the picture of the rooms

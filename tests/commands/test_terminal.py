@@ -73,6 +73,7 @@ WORDS: dict[str, list[list[str]]] = {
     "init": [["--template", EVIL], [f"/nowhere/{EVIL}/x.toml"], ["--list"]],
     "config": [["--explain", EVIL], ["--json"]],
     "completion": [["bash"], ["zsh"], ["fish"], [EVIL]],
+    "demo": [["--dir", "RUN"], ["--steps", EVIL], ["--steps", "3"]],
     "doctor": [[f"RUN/bad.toml/{EVIL}"]],
     "eval": [["RUN@1"], ["RUN@1", "--set", f"train.{EVIL}=1"], [EVIL], ["RUN/bad.toml"]],
     "train": [["RUN/bad.toml"], [EVIL], ["RUN/bad.toml", "--print-config"]],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -66,12 +65,10 @@ def run(arguments: Namespace) -> int:
 
 
 def prepare(folder: Path) -> None:
-    """Create an empty folder; UsageError if it holds anything but an earlier demo."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / "facts.json").exists():
-        raise UsageError(f"{folder} is not empty and no earlier demo made it; give another --dir")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "facts.json").write_text("{}\n")
+    """Create an empty folder; UsageError if there is something in it, which the demo never deletes."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty; delete it if an earlier demo made it, or give another --dir")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 DEMO = Command(configure=configure, run=run)

@@ -28,6 +28,7 @@ import botocore.config
 import botocore.exceptions
 import botocore.session
 
+from titan_ckpt.console.output import flush, write_coloured
 from titan_ckpt.demo.ports import HOST, free_ports
 from titan_ckpt.errors import MissingExtraError, TitanError
 
@@ -196,8 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.command:
                 return subprocess.run(options.command, env=os.environ | server.environment, check=False).returncode
             for name, value in server.environment.items():
-                sys.stdout.write(f"export {name}={value}\n")
-            sys.stdout.flush()
+                write_coloured(f"export {name}={value}")  # the keys of this server alone, which its user needs
+            flush()
             signal.pause()
     except KeyboardInterrupt:
         return 130
