@@ -68,9 +68,15 @@ class PackedTensors:
 def find_packed(
     found: BlockFormat, tensors: Mapping[str, Tensor], paths: Mapping[str, str], *, where: str
 ) -> PackedTensors:
-    """Pair values and scales; LoadContractError for a part that is missing, or of another dtype or shape."""
+    """Pair values and scales; LoadContractError for a part that is missing or of another dtype or shape, or if none is packed."""
     pair = _float8 if found.name == "fp8" else _float4
-    return pair(found, tensors, paths, where)
+    pairs = pair(found, tensors, paths, where)
+    if not pairs.packed:
+        raise LoadContractError(
+            f"{where}: config.json has {SETTINGS} for {found.name}, but no tensor is packed so: delete the key if the weights "
+            "are plain"
+        )
+    return pairs
 
 
 def _float8(found: BlockFormat, tensors: Mapping[str, Tensor], paths: Mapping[str, str], where: str) -> PackedTensors:

@@ -67,11 +67,12 @@ def load(
         state = {prefix: state} if prefix else state
         give_up_at = time.monotonic() + policy.timeout_s
         prepare = partial(_prepared, checkpoint, storage_options, state, policy, give_up_at)
-        if policy.broadcast and not is_alone():
-            found = load_shared(prepare, lambda prepared: prepared.plan, give_up_at=give_up_at)
-        else:
+        is_shared = policy.broadcast and not is_alone()
+        if not is_shared:
             tensors = flatten(state).tensors.values() if policy.together else ()
             found = run_together(prepare, lambda prepared: prepared.plan.run(give_up_at), tensors, call=call)
+    if is_shared:  # all ranks take part, and hear of a failure there
+        found = load_shared(prepare, lambda prepared: prepared.plan, give_up_at=give_up_at)
     report, flat = found.report, found.flat
     for fqn, value in report.objects.items():
         report.objects[fqn] = settle(flat.objects[fqn], value)
