@@ -16,7 +16,7 @@ from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.converters.hf.assets import CONFIG
 from titan_ckpt.converters.hf.config import Config, parse_config
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, plan_export
-from titan_ckpt.converters.hf.export_run import read_adapter, run_export
+from titan_ckpt.converters.hf.export_run import of_averages, read_adapter, run_export
 from titan_ckpt.converters.hf.folder import open_hf
 from titan_ckpt.converters.hf.import_plan import plan_import
 from titan_ckpt.converters.hf.import_run import check_import, run_import
@@ -52,6 +52,9 @@ def configure(parser: ArgumentParser) -> None:
     to_hf.add_argument("--max-shard-size", type=parse_size, default=DEFAULT_SHARD_BYTES, metavar="SIZE", help="5GB")
     to_hf.add_argument("--config", metavar="PATH", help="a config.json, for checkpoints that do not record their model")
     to_hf.add_argument("--merge-lora", metavar="PATH", help="a PEFT adapter's folder, merged into the weights")
+    to_hf.add_argument(
+        "--ema", action="store_true", help="the averages of the weights (optimizer.ema_decay), not the weights"
+    )
     to_hf.add_argument("--verify", action="store_true", help="read back every byte; compare logits with transformers")
     to_hf.set_defaults(convert=_to_hf)
     from_hf = commands.add_parser("from-hf", help="a Hugging Face model as a checkpoint")
@@ -86,6 +89,7 @@ def run(arguments: Namespace) -> int:
 
 def _to_hf(arguments: Namespace) -> int:
     checkpoint = open_checkpoint(arguments.src)
+    checkpoint = of_averages(checkpoint) if arguments.ema else checkpoint
     config = None if arguments.config is None else _read_config(arguments.config)
     adapter = None if arguments.merge_lora is None else read_adapter(arguments.merge_lora)
     plan = plan_export(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titan_ckpt.converters.torch_file import TorchReport
 
 OPTIONS = {
-    "to-hf": ("dtype", "max_shard_bytes", "config", "merge_lora", "on_progress"),
+    "to-hf": ("dtype", "max_shard_bytes", "config", "merge_lora", "ema", "on_progress"),
     "from-hf": ("dtype", "layout", "on_progress"),
     "to-torch": ("only",),
     "from-torch": ("under",),

@@ -31,7 +31,9 @@ def configure(parser: ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="KEY=VALUE", help="set one value; the right side is TOML"
     )
     parser.add_argument(
-        "--module", metavar="FILE.py", help="own model, loss, data or config tables: a file, or a module's name"
+        "--module",
+        metavar="FILE.py",
+        help="own model, loss, data, ...: a file, a module, or what an installed package offers",
     )
     parser.add_argument(
         "--print-config", action="store_true", help="show every value and where it comes from, then stop"

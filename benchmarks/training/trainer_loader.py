@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import repeat
 from pathlib import Path
 
 from titan_ckpt.trainer.config.toml_records import resolve
@@ -45,7 +46,7 @@ def open_demo(config: TrainConfig) -> Dataset:
 
 def rate(dataset: Dataset, shape: BatchShape, batches: int) -> float:
     """Tokens per second of this rank's part, from the loader's thread to the loop."""
-    loader = BatchLoader(dataset, shape, position=0)
+    loader = BatchLoader(dataset, repeat(shape), position=0)
     try:
         next(loader)
         started = time.perf_counter()
@@ -60,7 +61,7 @@ def rate(dataset: Dataset, shape: BatchShape, batches: int) -> float:
 
 def begin_far(config: TrainConfig, shape: BatchShape) -> None:
     """Open the dataset and take the batch at position 10^9."""
-    loader = BatchLoader(open_demo(config), shape, position=FAR)
+    loader = BatchLoader(open_demo(config), repeat(shape), position=FAR)
     next(loader)
     loader.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titan_ckpt.checkpoint import foreign_formats
@@ -15,6 +15,7 @@ from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, WeightFile, 
 from titan_ckpt.converters.hf.export_plan import DEFAULT_SHARD_BYTES, ExportPlan, export_source, plan_export
 from titan_ckpt.converters.hf.publish import publish
 from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
+from titan_ckpt.converters.models.averages import averaged
 from titan_ckpt.converters.models.families import EMBEDDING, expected_tensors
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, MODEL_PREFIX, TITAN, name_in
@@ -49,20 +50,28 @@ def export_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     config: Config | None = None,
     merge_lora: StrPath | None = None,
+    ema: bool = False,
     on_progress: OnBytes | None = None,
     storage_options: Options = None,
 ) -> ExportReport:
     """Write the model of a checkpoint (`URL[@STEP]` or an open one) as a Hugging Face folder or prefix `dst`, which must be new.
 
     `dtype` casts every floating-point tensor (default: keep). `config` is a config.json for checkpoints without a model config;
-    `merge_lora` is the folder of a PEFT adapter to merge into the weights. `dst` appears only when complete; optimizer state is
+    `merge_lora` is the folder of a PEFT adapter to merge into the weights. `ema` takes the averages of the weights that a run
+    with `optimizer.ema_decay` keeps. `dst` appears only when complete; optimizer state is
     never read.
     """
     with using(storage_options, checkpoint, dst, merge_lora):
         opened = as_checkpoint(checkpoint)
+        opened = of_averages(opened) if ema else opened
         adapter = None if merge_lora is None else read_adapter(merge_lora)
         plan = plan_export(opened, dtype=dtype, max_shard_bytes=max_shard_bytes, config=config, adapter=adapter)
         return run_export(opened, plan, dst, on_progress=on_progress)
+
+
+def of_averages(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with the averages in place of the weights; LoadContractError if it has none."""
+    return replace(checkpoint, manifest=averaged(checkpoint.manifest, str(checkpoint)))
 
 
 def read_adapter(url: StrPath) -> Adapter:

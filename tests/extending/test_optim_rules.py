@@ -43,7 +43,7 @@ def test_muon_equals_torchs_own(model: Parallelized, scale: Any) -> None:
     matrices = [fqn for fqn, weight in weights.items() if ".layers." in fqn and weight.ndim == 2]
     copies = {fqn: torch.nn.Parameter(weights[fqn].detach().clone()) for fqn in matrices}
     theirs = torch.optim.Muon(copies.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn=scale)
-    ours = build_optimizer(model, OptimizerConfig(name="muon", muon_scale=scale))
+    ours = build_optimizer(model, OptimizerConfig(name="muon", muon_scale=scale, muon_dtype="bfloat16"))
     for _ in range(3):
         _backward(model)
         for fqn, copy in copies.items():

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 from collections import Counter
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_the_order_is_unbroken_when_the_data_degree_goes_4_2_3_8(tmp_path: Path)
     for degree in (4, 2, 3, 8):
         for rank in range(degree):
             shape = BatchShape(global_batch_size=12, microbatch_size=1, data_rank=rank, data_degree=degree)
-            loader = BatchLoader(dataset, shape, position=position)
+            loader = BatchLoader(dataset, repeat(shape), position=position)
             batch = next(loader)
             loader.close()
             seen += [m["tokens"][0].tolist() for m in batch.microbatches if (m["labels"] != IGNORED).any()]
@@ -244,7 +245,7 @@ def test_fingerprint_depends_on_text_not_on_location(tmp_path: Path) -> None:
 
 def test_an_error_of_the_loader_thread_reaches_the_loop(tmp_path: Path) -> None:
     dataset = _dataset(tmp_path, ["abcdefghijklm"], seq_len=4)
-    loader = BatchLoader(dataset, BatchShape(global_batch_size=1, microbatch_size=1), position=-(10**30))
+    loader = BatchLoader(dataset, repeat(BatchShape(global_batch_size=1, microbatch_size=1)), position=-(10**30))
     tokens = dataset.sources
     assert isinstance(tokens, list)
     tokens.clear()
@@ -317,7 +318,7 @@ class _EndsTheProgram:
 
 def test_data_that_end_their_thread_are_an_error() -> None:
     data: Any = _EndsTheProgram()
-    loader = BatchLoader(data, BatchShape(global_batch_size=1, microbatch_size=1), position=0)
+    loader = BatchLoader(data, repeat(BatchShape(global_batch_size=1, microbatch_size=1)), position=0)
     with pytest.raises(DataError, match=r"raised SystemExit\(0\), which ends a thread"):
         next(loader)
     loader.close()

@@ -31,7 +31,7 @@ RULES = {
     "ema": OptimizerConfig(lr=LR, ema_decay=0.9),
     "bfloat16": OptimizerConfig(lr=LR, moments="bfloat16"),
     "int8": OptimizerConfig(lr=LR, moments="int8"),
-    "muon": OptimizerConfig(lr=LR, name="muon", muon_dtype="float32", ema_decay=0.9),
+    "muon": OptimizerConfig(lr=LR, name="muon", ema_decay=0.9),
     "own": OptimizerConfig(lr=LR),
     "own_whole": OptimizerConfig(lr=LR),
 }

@@ -13,8 +13,10 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import metadata
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -165,18 +167,39 @@ def _check_optimizer(spec: object) -> None:
             )
 
 
+ENTRY_POINTS = "titan_ckpt.trainer"  # the group in which installed packages offer modules by name
+
+
 def load_extension(source: str) -> Extension:
-    """The extension that a Python file or an importable module defines; ConfigError if it cannot be loaded or defines nothing."""
-    module = _import(source)
-    names = [f.name for f in dataclasses.fields(Extension) if f.name != "source" and hasattr(module, f.name)]
+    """The extension of a Python file, an installed package's entry point, or an importable module, in this order.
+
+    ConfigError if it cannot be loaded or defines nothing.
+    """
+    offered = _entry_point(source)
+    found: object = _import(source) if offered is None else offered
+    names = [f.name for f in dataclasses.fields(Extension) if f.name != "source" and hasattr(found, f.name)]
     if not names:
         known = ", ".join(f.name for f in dataclasses.fields(Extension) if f.name != "source")
         raise ConfigError(f"--module {source}: defines none of {known}")
-    return Extension(source=source, **{name: getattr(module, name) for name in names})
+    return Extension(source=source, **{name: getattr(found, name) for name in names})
+
+
+def _entry_point(source: str) -> object | None:
+    """What an installed package offers under this name: a module, or an object with the same names; None if nothing."""
+    offered = metadata.entry_points(group=ENTRY_POINTS, name=source)
+    values = sorted({each.value for each in offered})
+    if len(values) > 1:
+        raise ConfigError(
+            f"--module {source}: several installed packages offer it ({', '.join(values)}); name the module instead"
+        )
+    if not values:
+        return None
+    with _importing(f"{source} ({values[0]})"):
+        return next(iter(offered)).load()
 
 
 def _import(source: str) -> ModuleType:
-    try:
+    with _importing(source):
         if not source.endswith(".py"):
             sys.path.insert(0, os.getcwd())
             try:
@@ -193,10 +216,17 @@ def _import(source: str) -> ModuleType:
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module  # dataclasses look their module up there
         found.loader.exec_module(module)
+        return module
+
+
+@contextmanager
+def _importing(what: str) -> Iterator[None]:
+    """Turn what an import of the user's code raises into a ConfigError."""
+    try:
+        yield
     except TitanError:
         raise
     except (Exception, SystemExit) as error:
         cause = blamed(error, "the import")
         text = str(cause) if isinstance(cause, TitanError) else describe_error(error)
-        raise ConfigError(f"--module {source}: cannot be imported: {text}") from error
-    return module
+        raise ConfigError(f"--module {what}: cannot be imported: {text}") from error

@@ -45,6 +45,9 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("export.every", 0, MAX_STEPS),
     ("resume.check_losses", 0, MAX_STEPS),
     ("log.every", 1, MAX_STEPS),
+    ("log.profile_every", 0, MAX_STEPS),
+    ("log.profile_active", 1, MAX_STEPS),
+    ("log.profile_warmup", 0, MAX_STEPS),
     *((f"optimizer.{name}", 0, MAX_RATE) for name in ("lr", "eps", "weight_decay", "grad_clip", "min_lr_ratio")),
     ("optimizer.max_skipped", 1, MAX_STEPS),
     ("optimizer.warmup_steps", 0, MAX_STEPS),
@@ -63,6 +66,7 @@ def check_ranges(config: Any) -> None:
             raise ConfigError(f"{name} = {_shown(value)}: must be at least {least}")
         if not value <= most:
             raise ConfigError(f"{name} = {_shown(value)}: must be at most {most}")
+    _check_ramp(config.train)
     seq_len = ("data.seq_len", config.data.seq_len)
     _limit(MAX_TOKENS, "tokens of one forward", ("train.microbatch_size", config.train.microbatch_size), seq_len)
     _limit(MAX_BATCH_TOKENS, "tokens per step", ("train.global_batch_size", config.train.global_batch_size), seq_len)
@@ -73,6 +77,18 @@ def check_ranges(config: Any) -> None:
             f"model: vocab_size {model.vocab_size}, dim {model.dim}, n_layers {model.n_layers}, ffn_dim {model.ffn_dim}: "
             f"{count:.3g} parameters; at most {MAX_PARAMETERS:.0e}"
         )
+
+
+def _check_ramp(train: Any) -> None:
+    """ConfigError unless steps and samples of `train.batch_ramp` rise, the samples below `train.global_batch_size`."""
+    before = (0, 0)
+    for pair in (*train.batch_ramp, (MAX_STEPS, train.global_batch_size)):
+        if pair[0] <= before[0] or pair[1] <= before[1]:
+            raise ConfigError(
+                f"train.batch_ramp = {[list(each) for each in train.batch_ramp]}: expected pairs [last step, samples] that both "
+                f"rise from 1 on, with fewer samples than train.global_batch_size = {train.global_batch_size}"
+            )
+        before = pair
 
 
 def num_parameters(model: ModelConfig) -> int:

@@ -32,6 +32,7 @@ from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_parts
+from titan_ckpt.trainer.config.log import LogConfig, check_log
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.config.validation import Format, ValidationConfig
 from titan_ckpt.trainer.model.decoder import ModelConfig
@@ -88,6 +89,7 @@ class TrainOptions:
     steps: int = 100  # optimizer steps of the whole run
     seed: int = 0  # of the initial weights and the data order
     global_batch_size: int = 8  # samples per optimizer step, over all ranks
+    batch_ramp: tuple[tuple[int, int], ...] = ()  # smaller batches at first: pairs of a step and the samples up to it
     microbatch_size: int = 1  # samples per rank, forward and backward
     max_seconds: float = 0.0  # then save, commit and exit with code 0; 0: no limit
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is one
@@ -96,6 +98,15 @@ class TrainOptions:
     init_timeout_s: float = 600.0  # for collectives until the first step has finished
     step_timeout_s: float = 600.0  # for collectives after that
     freeze: tuple[str, ...] = ()  # globs of weights that are not trained, such as "model.layers.[0-3].*"
+
+    def batch_size(self, step: int) -> int:
+        """The samples of a step, which is counted from 1.
+
+        >>> ramp = TrainOptions(global_batch_size=8, batch_ramp=((2, 1), (3, 4)))
+        >>> [ramp.batch_size(step) for step in range(1, 6)]
+        [1, 1, 4, 8, 8]
+        """
+        return next((samples for last, samples in self.batch_ramp if step <= last), self.global_batch_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,20 +148,6 @@ class ResumeConfig:
     model_only: bool = False  # of `from`: weights only; step, data and optimizer start anew
     other_data: bool = False  # resume although the data differ from the checkpoint's; keeps the position
     check_losses: int = 0  # first steps after a resume whose losses must be those recorded before it; 0: none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogConfig:
-    """`folder` holds logs/ and debug/; empty: save.url if that is local, else runs/NAME."""
-
-    folder: str = ""  # empty: save.url if that is local, else runs/NAME
-    every: int = 1  # steps per metrics line
-    progress: bool = True  # a progress bar below the log, if the console is a terminal
-    tensorboard: bool = True  # if it is installed
-    wandb: str = ""  # Weights & Biases project; the run is named after its folder
-    trace_steps: tuple[int, int] = (0, 0)  # first and last step of logs/trace.json, for Perfetto; (0, 0): none
-    profile_steps: tuple[int, int] = (0, 0)  # first and last step under torch's profiler; logs/profile_R.json
-    memory_steps: tuple[int, int] = (0, 0)  # first and last step of logs/memory_R.pickle, the accelerator's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,10 +251,7 @@ def check_config(config: TrainConfig) -> None:
     _check_own_model(config)
     _check_balance(config)
     check_lora(config.lora, base=config.resume.from_)
-    for name in ("trace_steps", "profile_steps", "memory_steps"):
-        first, last = getattr(config.log, name)
-        if (first, last) != (0, 0) and not 1 <= first <= last:
-            raise ConfigError(f"log.{name} = [{first}, {last}]: give the first and the last step, from 1 on")
+    check_log(config.log)
     if not 0.0 <= config.validation.fraction < 1.0:
         raise ConfigError(f"validation.fraction = {config.validation.fraction}: must be in [0, 1)")
     _check_sets(config)

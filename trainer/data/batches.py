@@ -253,10 +253,10 @@ def reader_of(source: SourceConfig, config: DataConfig) -> DocumentReader:
 
 
 class BatchLoader:
-    """Batches from a position on, prefetched by a thread, whose errors the next `next` raises."""
+    """Batches of these shapes from a position on, prefetched by a thread, whose errors the next `next` raises."""
 
-    def __init__(self, dataset: Dataset, shape: BatchShape, *, position: int, prefetch: int = 2) -> None:
-        self._dataset, self._shape = dataset, shape
+    def __init__(self, dataset: Dataset, shapes: Iterator[BatchShape], *, position: int, prefetch: int = 2) -> None:
+        self._dataset, self._shapes = dataset, shapes
         self._queue: queue.Queue[Batch | Exception] = queue.Queue(maxsize=prefetch)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(position,), name="titan-ckpt-loader", daemon=True)
@@ -282,9 +282,11 @@ class BatchLoader:
 
     def _work(self, position: int) -> None:
         try:
-            while not self._is_closed.is_set():
-                self._queue.put(self._dataset.batch(position, self._shape))
-                position += self._shape.global_batch_size
+            for shape in self._shapes:
+                if self._is_closed.is_set():
+                    return
+                self._queue.put(self._dataset.batch(position, shape))
+                position += shape.global_batch_size
         except Exception as error:  # noqa: BLE001 - raised in the training loop
             self._queue.put(error)
         except BaseException as error:  # noqa: BLE001 - else the loop would wait for ever

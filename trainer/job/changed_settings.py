@@ -48,7 +48,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "mesh", "sequence_parallel loss_parallel async_tp cp_method attention reshard_after_forward"),
     **_each(Effect.SAME, "mesh", "cpu_offload activation_checkpoint checkpoint_every_n activation_memory_budget"),
     **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),
-    **_each(Effect.SAID, "mesh", "param_dtype reduce_dtype float8 float8_all_gather"),
+    **_each(Effect.SAID, "mesh", "param_dtype reduce_dtype float8 float8_all_gather float8_skip"),
     **_each(Effect.DATA, "chat", "template train_on too_long pack date"),
     **_each(Effect.DATA, "data", "source format mixture stream seq_len tokenizer separator shuffle bad_line"),
     **_each(Effect.DATA, "data.mixture", "url weight format text_field"),
@@ -61,7 +61,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAID, "optimizer", "min_lr_ratio not_finite max_skipped groups"),
     **_each(Effect.SAID, "optimizer.groups", "weights lr weight_decay name"),
     **_each(Effect.DATA, "train", "seed"),
-    **_each(Effect.SAID, "train", "steps global_batch_size freeze"),
+    **_each(Effect.SAID, "train", "steps global_batch_size batch_ramp freeze"),
     **_each(Effect.SAME, "train", "microbatch_size max_seconds device deterministic gc_every init_timeout_s"),
     **_each(Effect.SAME, "train", "step_timeout_s"),
     **_each(Effect.REFUSED, "lora", "rank alpha targets"),
@@ -74,6 +74,7 @@ EFFECTS: dict[str, Effect] = {
         Effect.SAME, "resume", "auto from model_only other_data check_losses"
     ),  # `load_base` compares the base of adapters
     **_each(Effect.SAME, "log", "folder every progress tensorboard wandb trace_steps profile_steps memory_steps"),
+    **_each(Effect.SAME, "log", "profile_every profile_active profile_warmup memory_dump"),
     **_each(Effect.SAME, "debug", "recorder stall_s"),
 }
 

@@ -68,11 +68,10 @@ class Job:
     validation: Validation
     upload_logs: Callable[[], None]
 
-    @property
-    def batch_shape(self) -> BatchShape:
-        """This rank's share of a global batch."""
+    def batch_shape(self, step: int) -> BatchShape:
+        """This rank's share of the batch of a step, which is counted from 1."""
         return BatchShape(
-            global_batch_size=self.config.train.global_batch_size,
+            global_batch_size=self.config.train.batch_size(step),
             microbatch_size=self.config.train.microbatch_size,
             data_rank=self.parallelized.data_rank,
             data_degree=self.parallelized.data_degree,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -60,12 +61,11 @@ class Loop:
         """Train until the last step, a signal or the time limit, and commit the last checkpoint."""
         job, config = self.job, self.job.config
         inspection = job.inspection
-        loader = BatchLoader(
-            job.dataset, job.batch_shape, position=self.progress.samples, prefetch=config.data.prefetch
-        )
+        shapes = map(job.batch_shape, itertools.count(self.progress.step + 1))
+        loader = BatchLoader(job.dataset, shapes, position=self.progress.samples, prefetch=config.data.prefetch)
         first_step, stop = self.progress.step, StopCode.NONE
         try:
-            with Collector(config.train.gc_every) as collector:
+            with inspection.watching(), Collector(config.train.gc_every) as collector:
                 while self.progress.step < config.train.steps and stop == StopCode.NONE:
                     inspection.before(self.progress.step + 1)
                     stop = self._step(loader)
@@ -76,7 +76,6 @@ class Loop:
                         self._tighten_timeouts()
         finally:
             loader.close()
-            inspection.close()
         job.control.set_timeout(None)  # the ranks' last uploads may end far apart
         return self._finish(stop)
 
@@ -91,7 +90,7 @@ class Loop:
         local_loss = self._forward_backward(batch, count, step)
         lr, grad_norm = self._update(step)
         self.progress = self.progress.after(
-            samples=job.config.train.global_batch_size,
+            samples=job.config.train.batch_size(step),
             tokens=count,
             is_skipped=not math.isfinite(grad_norm),
         )

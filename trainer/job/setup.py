@@ -57,7 +57,7 @@ from titan_ckpt.trainer.report.logs import TRACE, RankLogging, describe_rank, ru
 from titan_ckpt.trainer.report.loss_check import EXACT, NARROW, LossCheck, recorded_losses
 from titan_ckpt.trainer.report.metrics_log import MetricsLog, fetch_history, open_metrics_log, read_history
 from titan_ckpt.trainer.report.phases import Phases, trace_events, write_trace
-from titan_ckpt.trainer.report.profile import Inspection
+from titan_ckpt.trainer.report.profile import Cycle, Inspection
 from titan_ckpt.trainer.report.records import METRICS, Event, parse_records, read_records
 from titan_ckpt.trainer.seams.boundary import blamed
 from titan_ckpt.trainer.seams.data import checked_source
@@ -237,10 +237,12 @@ def build_model(context: RankContext) -> Parallelized:
 
 
 def _inspection(context: RankContext) -> Inspection:
-    asked = context.config.log
+    asked, tiers = context.config.log, context.config.save.tiers
     return Inspection(
         folder=context.folder, rank=context.rank, device=context.device,
-        profile_steps=asked.profile_steps, memory_steps=asked.memory_steps,
+        profile_steps=asked.profile_steps, memory_steps=asked.memory_steps, memory_dump=asked.memory_dump,
+        cycle=Cycle(every=asked.profile_every, active=asked.profile_active, warmup=asked.profile_warmup),
+        upload=lambda name: upload_logs(context.folder, tiers, [name]),
     )  # fmt: skip
 
 
@@ -337,7 +339,7 @@ def freeze(parallelized: Parallelized, patterns: Sequence[str], control: Control
 
 def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> None:
     """Log the first lines of a run: device, start, model, data, batch, checkpoints."""
-    config, mesh, shape = job.config, job.parallelized.mesh, job.batch_shape
+    config, mesh, shape = job.config, job.parallelized.mesh, job.batch_shape(progress.step + 1)
     num_parameters = sum(p.numel() for p in job.parallelized.named_parameters().values())
     log.info("%s of mesh %s on %s", describe_rank(mesh, rank), mesh, job.parallelized.ranks.device)
     log.info("%s", describe_start(start, progress))

@@ -27,7 +27,7 @@ class Muon:
     momentum: float = 0.95
     nesterov: bool = True
     iterations: int = 5
-    dtype: torch.dtype = torch.bfloat16  # of the iterations
+    dtype: torch.dtype = torch.float32  # of the iterations
     scale: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
 
     def state(self, fqn: str, weight: Tensor) -> dict[str, Tensor]:

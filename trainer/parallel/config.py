@@ -12,6 +12,7 @@ from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, sta
 from titan_ckpt.trainer.model.plan import Plan, check_stages, check_tensor_cuts, plan_of
 from titan_ckpt.trainer.model.stages import BlockRange
 from titan_ckpt.trainer.seams.model import ModelSpec
+from titan_ckpt.trainer.seams.patterns import matching
 
 PipelineSchedule: TypeAlias = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -61,6 +62,7 @@ class ParallelConfig:
         "none"  # products in float8 or MXFP8 by torchao
     )
     float8_all_gather: bool = False  # FSDP gathers weights already cast to float8; tensorwise only
+    float8_skip: tuple[str, ...] = ()  # projections that keep param_dtype: patterns of names, such as "**.k_proj"
 
 
 def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
@@ -100,9 +102,10 @@ def check_fits(
     _check_pipeline(plan, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
     _check_experts(plan, parallel, mesh)
+    _check_float8_skip(plan, parallel)
     if parallel.float8 != "none":
         samples = microbatch_size // num_microbatches(parallel, mesh)
-        _check_float8(plan, mesh, alignment=MX_BLOCK if parallel.float8 == "mxfp8" else 16, tokens=samples * seq_len)
+        _check_float8(plan, parallel, mesh, tokens=samples * seq_len)
 
 
 def layer_ranges(num_blocks: int, parallel: ParallelConfig, mesh: MeshSpec) -> list[BlockRange]:
@@ -250,11 +253,34 @@ def _check_experts(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> None
         )
 
 
-def _check_float8(plan: Plan, mesh: MeshSpec, *, alignment: int, tokens: int) -> None:
-    """Check that all three sides of a rank's float8 products are multiples of `alignment`."""
-    tp, cp = mesh.degree("tp"), mesh.degree("cp")
+def skips_float8(parallel: ParallelConfig, fqn: str) -> bool:
+    """Whether a projection keeps `param_dtype`."""
+    return any(matching(pattern, [fqn]) for pattern in parallel.float8_skip)
+
+
+def _check_float8_skip(plan: Plan, parallel: ParallelConfig) -> None:
+    """Refuse patterns that match no projection, that leave none, or that change nothing."""
+    if parallel.float8_skip and parallel.float8 == "none":
+        raise ConfigError('mesh.float8_skip is set, but mesh.float8 = "none": no projection is in float8')
+    for pattern in parallel.float8_skip:
+        if not matching(pattern, plan.linears):
+            raise ConfigError(
+                f"mesh.float8_skip: {pattern!r} matches no projection of the blocks; one is called "
+                f"{next(iter(plan.linears), '(there is none)')}"
+            )
+    if parallel.float8_skip and all(skips_float8(parallel, fqn) for fqn in plan.linears):
+        raise ConfigError(
+            f'mesh.float8_skip = {list(parallel.float8_skip)} skips every projection; set mesh.float8 = "none"'
+        )
+
+
+def _check_float8(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec, *, tokens: int) -> None:
+    """Check that all three sides of a rank's float8 products are multiples of the alignment."""
+    tp, cp, alignment = mesh.degree("tp"), mesh.degree("cp"), MX_BLOCK if parallel.float8 == "mxfp8" else 16
     sides = f"the alignment {alignment}"
     for fqn, linear in plan.linears.items():
+        if skips_float8(parallel, fqn):
+            continue
         for dim, (side, size) in enumerate((("outputs", linear.out_features), ("inputs", linear.in_features))):
             is_cut = plan.cut(fqn) == dim
             parts = f"{sides} x tp {tp} =" if is_cut else sides

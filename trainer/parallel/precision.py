@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_ckpt.errors import ConfigError, MissingExtraError
-from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig
+from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig, skips_float8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +39,8 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
         is_mx = parallel.float8 == "mxfp8"
         how = "" if (_has_mxfp8(device) if is_mx else _has_float8(device)) else ", emulated"
         name = parallel.float8 if is_mx else f"float8 {parallel.float8}"
-        products = f"{name} in the blocks ({parallel.param_dtype} elsewhere{how})"
+        but = f" but for {', '.join(parallel.float8_skip)}" if parallel.float8_skip else ""
+        products = f"{name} in the blocks{but} ({parallel.param_dtype} elsewhere{how})"
     return (
         f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
     )
@@ -50,10 +51,11 @@ def apply_float8(blocks: Mapping[str, nn.Module], parallel: ParallelConfig, devi
     if parallel.float8 == "none":
         return
     make = _mxfp8_factory(device) if parallel.float8 == "mxfp8" else _float8_factory(parallel, device)
-    for block in blocks.values():
-        for owner in list(block.modules()):
+    for block_fqn, block in blocks.items():
+        for path, owner in list(block.named_modules(prefix=block_fqn)):
             for name, child in list(owner.named_children()):
-                if isinstance(child, nn.Linear) and not isinstance(owner, nn.Linear):
+                is_projection = isinstance(child, nn.Linear) and not isinstance(owner, nn.Linear)
+                if is_projection and not skips_float8(parallel, f"{path}.{name}"):
                     setattr(owner, name, _with_adapter(make(child), child))
 
 
