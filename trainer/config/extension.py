@@ -195,7 +195,8 @@ def _entry_point(source: str) -> object | None:
     if not values:
         return None
     with _importing(f"{source} ({values[0]})"):
-        return next(iter(offered)).load()
+        loaded: object = next(iter(offered)).load()
+    return loaded
 
 
 def _import(source: str) -> ModuleType:
