@@ -85,28 +85,39 @@ class Inspection:
     def before(self, step: int) -> None:
         """Start recording if `step` is a first step."""
         self._step = step
-        if self._profile is None and (self.cycle.every or (step == self.profile_steps[0] and self.profile_steps[1])):
-            kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
-            cycle = self.cycle
-            self._profile = profile(
-                activities=kinds,
-                record_shapes=True,
-                schedule=(lambda number: cycle.action(step + number)) if cycle.every else None,
-                on_trace_ready=self._write_profile,
-            )
-            self._profile.start()
+        if self._profile is None and self._action(step) is not ProfilerAction.NONE:
+            self._start_profile(step)
         if step == self.memory_steps[0] and self.memory_steps[1]:
             record_memory()
             self._has_memory = True
 
     def after(self, step: int) -> None:
         """Write the file if `step` is a last step."""
-        if self._profile is not None and self.cycle.every:
-            self._profile.step()
-        elif step == self.profile_steps[1]:
+        if self._action(step) is ProfilerAction.RECORD_AND_SAVE:
             self._end_profile()
+        elif self._profile is not None:
+            self._profile.step()
         if step == self.memory_steps[1]:
             self._end_memory()
+
+    def _action(self, step: int) -> ProfilerAction:
+        if self.cycle.every:
+            return self.cycle.action(step)
+        first, last = self.profile_steps
+        if not (last and first <= step <= last):
+            return ProfilerAction.NONE
+        return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.RECORD
+
+    def _start_profile(self, step: int) -> None:
+        """A profiler for each cycle: torch's own cycles warn at the second one, and end the process if warnings are errors."""
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])
+        self._profile = profile(
+            activities=kinds,
+            record_shapes=True,
+            schedule=lambda number: self._action(step + number),
+            on_trace_ready=self._write_profile,
+        )
+        self._profile.start()
 
     def _end_profile(self) -> None:
         if self._profile is not None:
@@ -114,6 +125,8 @@ class Inspection:
             started.stop()
 
     def _write_profile(self, done: profile) -> None:
+        if self._action(self._step) is ProfilerAction.WARMUP:
+            return
         name = f"profile_{self.rank:05d}{f'_{self._step:08d}' if self.cycle.every else ''}.json"
         done.export_chrome_trace(self.folder.file(name))
         log.info("profile up to step %d: %s", self._step, self.folder.file(name))
