@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.training_runs import read_events
 from titan_ckpt.cli.main import main
 from tools.paths import EXAMPLES
@@ -20,7 +18,6 @@ def _train(run: Path, *sets: str) -> int:
 
 
 def test_a_vision_transformer_reads_digits_after_a_reshard(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     first, second = tmp_path / "first", tmp_path / "second"
     assert _train(first, "train.steps=20", "validation.every=20") == 0
     assert main(["reshard", str(first), str(second), "--mesh", "dp_shard=4"]) == 0
