@@ -101,6 +101,8 @@ def test_the_newest_splits_are_kept_and_no_older_ones_mixed_in(members: int) -> 
         begin, packed = pack_splits(used, number, splits)
         area[begin % SPLITS_BYTES : begin % SPLITS_BYTES + len(packed)] = packed
         used, kept[number] = begin + len(packed), splits
+        if number % (1 + 200 // members):
+            continue
         found = unpack_splits(bytes(area), used)
         assert number in found
         assert all(kept[one] == of_one for one, of_one in found.items())
