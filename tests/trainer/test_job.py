@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +26,10 @@ from tests.support.training_runs import (
     train_arguments,
 )
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.trainer.config.toml_records import resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.launch.launch import RanksFailedError, launch
+from titan_ckpt.trainer.report.logs import run_folder
 from tools.paths import DEBUG_CONFIG
 
 LIMIT_S = 120.0
@@ -210,3 +215,14 @@ def test_torchrun_shows_a_ranks_error_in_its_summary(tmp_path: Path) -> None:
     assert said
     assert set(said) == {f"titan-ckpt: error: --set train.stepz: {text}"}
     assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.dist
+def test_launch_leaves_its_callers_environment_as_it_was(tmp_path: Path) -> None:
+    logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+    environment, level = dict(os.environ), logger.level
+    config = resolve(TrainConfig, DEBUG_CONFIG, []).config
+    with pytest.raises(RanksFailedError):
+        launch([DEBUG_CONFIG, "--set", "train.stepz=3"], config, run_folder(str(tmp_path), ""), nproc=2)
+    assert dict(os.environ) == environment
+    assert logger.level == level

@@ -17,8 +17,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -136,18 +136,43 @@ def launch(
     """Run `titan-ckpt COMMAND ARGUMENTS` on `nproc` ranks; returns 0, or 130 after a signal and a last checkpoint."""
     _clear_errors(folder)
     launched_s = time.time()
+    with _environment_of_ranks(nproc, launched_s), _silent_agent():
+        launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
+        try:
+            launcher("-m", "titan_ckpt", *output_words(), command, *current_settings().words, *arguments)
+        except ChildFailedError as error:
+            raise _explain(error, folder) from error
+        except SignalException as error:
+            return _after_signal(error, folder, launched_s, config.save.grace_s)
+    return 0
+
+
+@contextmanager
+def _environment_of_ranks(nproc: int, launched_s: float) -> Iterator[None]:
+    """Set what the ranks inherit. Afterwards this process has its own environment back: torch's agent changes it, too."""
+    before = dict(os.environ)
     os.environ[LAUNCHED] = str(launched_s)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    for name in [n for n in logging.root.manager.loggerDict if n.startswith("torch.distributed.elastic")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # its report blames the wrong rank; ours follows
-    launcher = elastic_launch(_launch_config(nproc, restarts, config.save.grace_s), sys.executable)
     try:
-        launcher("-m", "titan_ckpt", *output_words(), command, *current_settings().words, *arguments)
-    except ChildFailedError as error:
-        raise _explain(error, folder) from error
-    except SignalException as error:
-        return _after_signal(error, folder, launched_s, config.save.grace_s)
-    return 0
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def _silent_agent() -> Iterator[None]:
+    """Silence torch's elastic agent, whose report blames the wrong rank; `_explain` reports in its place."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _launch_config(nproc: int, restarts: int, grace_s: float) -> LaunchConfig:
