@@ -1,4 +1,4 @@
-"""Tensors made of others (torchao's quantised weights and optimizer states): saved by their parts, on one rank and on four."""
+"""Wrapper subclasses (torchao's quantised weights and optimizer states): saved by their inner tensors, on one rank and on four."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ _CUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[Any, ...]]] = {
 
 
 def _part_of(whole: Any, offsets: list[int], held: list[int]) -> Any:
-    """A box of a tensor made of others: by its class, or, of an optimizer's state, rows."""
+    """A box of a wrapper subclass, cut by its class; of an optimizer's state, rows."""
     if not hasattr(whole, "codes"):
         for dim in range(2):
             whole = whole.narrow(dim, offsets[dim], held[dim])
@@ -270,7 +270,7 @@ def _part_of(whole: Any, offsets: list[int], held: list[int]) -> Any:
 
 
 def _cut(whole: Any, cut: str, *, is_blank: bool) -> DTensor:
-    """A tensor made of others, of which this rank has the rows and columns that a mesh gives it."""
+    """A DTensor of a wrapper subclass, with the rows and columns that a mesh gives this rank."""
     sizes, names, placements = _CUTS[cut]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     place, (rows, columns) = list(mesh.get_coordinate() or ()), whole.shape

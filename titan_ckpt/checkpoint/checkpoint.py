@@ -133,7 +133,7 @@ class Checkpoint:
         """Read a tensor, or `box` of it (in elements of the global shape), into CPU memory in its stored dtype.
 
         Reads every chunk it touches whole and verifies it: DamagedError names the chunk if the digest differs. NotFoundError for
-        an unknown name. A tensor that is made of others (torchao's) is read whole, as `read_all` does. Needs torch.
+        an unknown name. A wrapper subclass (torchao's) is read whole, as `read_all` does. Needs torch.
         """
         import torch  # everything else here runs without torch
 

@@ -1,4 +1,4 @@
-"""Tensors made of others, put together from their parts: of known classes, or of those that the caller allows."""
+"""Rebuild wrapper subclasses from their inner tensors: those of known classes, or of classes that the caller allows."""
 
 from __future__ import annotations
 

@@ -109,9 +109,9 @@ def write_event(event: str, **facts: Any) -> None:
 
 
 def write_note(text: str) -> None:
-    """Write a line about what is done to stderr, unless quiet. Further lines are indented, to pass for no line of ours.
+    """Write a line about what is done to stderr, unless quiet. Further lines are indented, so that none looks like a note of ours.
 
-    Where stderr cannot be written the note is lost: the exit code stands for what was done, and says the most of it.
+    If stderr cannot be written the note is lost: the exit code still tells the result.
     """
     if are_events_wanted() and not is_quiet():
         write_event("note", text=text)

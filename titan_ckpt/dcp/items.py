@@ -1,7 +1,7 @@
-"""Between DCP's planner and our manifest: an item of the planner's as what is stored of it.
+"""Turn an item of DCP's save plan into the tensors and values that are stored of it.
 
-Most items are one tensor. One that is made of others (torchao's) is stored part by part beside its mark, a quantised one as a
-value, both as `save` does it.
+Most items are one tensor. A wrapper subclass (torchao's) is stored as its inner tensors and a mark, a quantised tensor as a
+value, as `save` does.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.items import pieces_of
-from titan_ckpt.dcp.wholes import WithWholes, add_wholes, load_value
+from titan_ckpt.dcp.subclasses import WithSubclasses, add_subclasses, load_value
 from titan_ckpt.dcp.written import Written, objects_of, paths_of, result_of, table_of, tensors_of
 from titan_ckpt.errors import AlreadyExistsError, CheckpointError, UsageError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, decode_blob
@@ -301,7 +301,7 @@ class StorageReader(TorchStorageReader):
         # The bytes come from dcp_metadata and a checked manifest; nothing from a store is unpickled here.
         manifest = replace(self.checkpoint.manifest, structure=nesting(self.checkpoint))
         metadata: Metadata = pickle.loads(dcp_metadata(manifest))  # noqa: S301
-        metadata.state_dict_metadata = WithWholes(metadata.state_dict_metadata, self.checkpoint, self._policy.allow)
+        metadata.state_dict_metadata = WithSubclasses(metadata.state_dict_metadata, self.checkpoint, self._policy.allow)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=self.checkpoint_id, save_id=manifest.attempt, load_id=self.load_id
         )
@@ -325,7 +325,7 @@ class StorageReader(TorchStorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read ranges straight into the planner's tensors, checking digests as the policy asks."""
         reads = ReadPlan(self.checkpoint, self._policy, self.report)
-        add_wholes(reads, plan, planner)
+        add_subclasses(reads, plan, planner)
         targets, lossy = [], dict[str, str]()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

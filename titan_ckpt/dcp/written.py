@@ -46,7 +46,7 @@ def result_of(item: WriteItem, written: Written) -> WriteResult:
 def tensors_of(written: Iterable[Written]) -> list[tuple[TensorEntry, list[Written]]]:
     """Each tensor with what was written of it, by name. CheckpointError if two ranks wrote other bytes for the same part of one.
 
-    Ranks that hold different shards of a tensor made of others may hold the same of one of its parts: one of them counts.
+    Ranks that hold different shards of a wrapper subclass may hold equal copies of an inner tensor: one copy counts.
     """
     chunks: dict[str, dict[tuple[int, ...], Written]] = {}
     for each in written:

@@ -4,7 +4,7 @@ A structure is rows, parents before children, in the state's own order. Row 0 is
 `(parent, key, kind)`, an entry `(parent, key)`; parents are numbered by containers alone. A name is the keys' text, joined by
 dots. Kinds are `KINDS`, and `defaultdict:int` and its like. A key that is not text or a whole number is `(type, ...)`.
 
-A tensor that is made of others is a mapping of its parts, tensors named `NAME.part`, with a value `NAME.__subclass__` that says
+A wrapper subclass is a mapping of its inner tensors, named `NAME.part`, with a value `NAME.__subclass__`, its mark, that says
 what they make: `Mark.value`. Protocol of torch: `__tensor_flatten__`, `__tensor_unflatten__` (torch/utils/_python_dispatch.py).
 """
 

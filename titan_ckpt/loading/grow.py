@@ -80,7 +80,7 @@ def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner:
 
 
 def _marks(checkpoint: Checkpoint, start: str, params: list[torch.Tensor]) -> dict[str, Mark]:
-    """The marks of tensors made of others below a name. LoadContractError if they belong to shards, whose sizes are not known."""
+    """The marks of wrapper subclasses below a name. LoadContractError for DTensors, whose shards' sizes are not known."""
     found: dict[str, Mark] = {}
     for name in checkpoint.manifest.objects_by_fqn:
         if name.startswith(start) and (owner := owner_of(name)) is not None:

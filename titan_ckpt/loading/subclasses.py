@@ -1,4 +1,4 @@
-"""Loading tensors made of others: their parts are filled like any tensor; what the parts make must be the same."""
+"""Load wrapper subclasses: their inner tensors are filled like any tensor; class, shape and context must be equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan_ckpt.state.subclasses import without_shapes
 
 
 def stored_marks(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) -> dict[str, Mark]:
-    """The marks in the checkpoint for the tensors of `flat` that are made of others, by the name of their value."""
+    """The marks in the checkpoint for the wrapper subclasses of `flat`, by the name of the mark."""
     found: dict[str, Mark] = {}
     for name in flat.marks:
         if name in checkpoint.manifest.objects_by_fqn:

@@ -41,9 +41,9 @@ class Names:
 class FlatState:
     """A state dict without nesting: tensors, other values (objects), the keys that led to each name, and the nesting.
 
-    `stateful` are the objects whose `state_dict()` stands in their place, outer ones first. `marks` are, by the name of their
-    value, those of tensors made of others, which are in `tensors` part by part. `fixed` has the type of the container for each
-    entry of one that cannot be changed.
+    `stateful` are the objects whose `state_dict()` stands in their place, outer ones first. `marks` are those of
+    wrapper subclasses by name; `tensors` has their inner tensors. `fixed` has the type of the container for each entry of one
+    that cannot be changed.
     """
 
     root: Any
@@ -142,7 +142,7 @@ class _Walk:
                     self.flat.fixed[name] = fixed
 
     def _in_parts(self, name: str, tensor: torch.Tensor) -> torch.Tensor | dict[str, Any]:
-        """A tensor that is made of others as a mapping of its parts and its mark; any other as it is."""
+        """A wrapper subclass as a mapping of its inner tensors and its mark; any other tensor as it is."""
         parts = parts_of(name, tensor)
         if parts is None:
             return tensor

@@ -1,4 +1,4 @@
-"""Tensors made of others, by torch's own protocol: quantised numbers and their scales, such as torchao's weights.
+"""Wrapper subclasses by torch's own protocol (`__tensor_flatten__`), such as torchao's quantised weights with their scales.
 
 A part of a DTensor's shard is a DTensor too, cut as the whole is, so that it is stored, resharded and loaded like any other.
 """

@@ -1,6 +1,6 @@
-"""Loading by DCP's planner what is not stored as one tensor: tensors made of others (torchao's), and quantised ones.
+"""Load what DCP's planner asks for and we store otherwise: wrapper subclasses (torchao's) and quantised tensors.
 
-DCP's index lists what is stored, so of a tensor made of others its parts and its mark (`format.structure`).
+DCP's index lists what is stored: the inner tensors of a wrapper subclass and its mark (`format.structure`), not its own name.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from titan_ckpt.state.classes import named
 from titan_ckpt.state.flatten import flatten
 
 
-class WithWholes(dict[str, STORAGE_TYPES]):
-    """DCP's entries by name. Tensors made of others are found by their own names, too; only their parts are listed.
+class WithSubclasses(dict[str, STORAGE_TYPES]):
+    """DCP's entries by name. Wrapper subclasses are found by their own names, too, but only their inner tensors are listed.
 
     A mark is read when its tensor is first asked for.
     """
@@ -60,18 +60,18 @@ class WithWholes(dict[str, STORAGE_TYPES]):
         )
 
 
-def add_wholes(reads: ReadPlan, plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Plan the reads of tensors made of others. LoadContractError if the checkpoint has others in their place."""
+def add_subclasses(reads: ReadPlan, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Plan the reads of wrapper subclasses. LoadContractError if the checkpoint has other tensors under their names."""
     by_fqn, state = reads.checkpoint.manifest.by_fqn, getattr(planner, "state_dict", {})
     names = {item.storage_index.fqn: item.dest_index.fqn for item in plan.items if item.type != LoadItemType.BYTE_IO}
-    wholes = {stored: state.get(name) for stored, name in names.items() if stored not in by_fqn}
-    for name, whole in wholes.items():
+    wanted = {stored: state.get(name) for stored, name in names.items() if stored not in by_fqn}
+    for name, whole in wanted.items():
         if not isinstance(whole, torch.Tensor):
             raise UsageError(
                 f"{name}: {type(planner).__name__} has no `state_dict` that holds this tensor, which is stored part by part: "
                 "use torch's DefaultLoadPlanner, or titan_ckpt.load"
             )
-    add_state(reads, flatten(wholes), replace(reads.policy, extra=OnMismatch.ALLOW), LoadReport())
+    add_state(reads, flatten(wanted), replace(reads.policy, extra=OnMismatch.ALLOW), LoadReport())
 
 
 def load_value(checkpoint: Checkpoint, item: ReadItem, planner: LoadPlanner, policy: LoadPolicy) -> None:
