@@ -7,8 +7,9 @@ plain tensor is read as any other: in ranges, by several threads, in memory that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.store.base import ObjectInfo, Store
 
+KEPT_EXPERTS = 4  # of MXFP4: threads that write the parts of one expert read it once
 AT_ONCE = 1 << 20  # elements that are multiplied out together: their float32 values take four times as many bytes
 
 
@@ -40,6 +42,20 @@ class Stored:
     path: str
     offset: int
     shape: Shape
+
+
+class PackedReader:
+    """Reads packed bytes of a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.read_again = lru_cache(maxsize=2 * KEPT_EXPERTS)(self.read)  # values and scales
+
+    def read(self, stored: Stored, start: int, shape: Shape) -> Bytes:
+        """Bytes of `stored` from its byte `start` on, as an array of `shape`. `read_again` keeps those that were read last."""
+        content = np.empty(shape, dtype=np.uint8)
+        self._store.read_into(stored.path, stored.offset + start, content.reshape(-1).data)
+        return content
 
 
 class Packed(Protocol):
@@ -53,12 +69,8 @@ class Packed(Protocol):
     def shape(self) -> Shape:
         """Shape of the plain tensor."""
 
-    @property
-    def rows_at_once(self) -> int:
-        """How many rows to multiply out together."""
-
-    def rows(self, store: Store, start: int, stop: int) -> Floats:
-        """Rows of the plain tensor, which has its leading dimensions flattened."""
+    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
+        """Rows `start` to `stop` of the plain tensor, which has its leading dimensions flattened, a few at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,25 +87,25 @@ class Float8Blocks:
         """Shape of the plain tensor."""
         return self.values.shape
 
-    @property
-    def rows_at_once(self) -> int:
-        """How many rows to multiply out together."""
-        return max(1, AT_ONCE // max(1, self.shape[1]))
-
-    def rows(self, store: Store, start: int, stop: int) -> Floats:
-        """Rows of the plain tensor."""
-        columns = self.shape[1]
-        packed = _read(store, self.values, start * columns, (stop - start, columns))
+    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
+        """Rows of the plain tensor, a few at a time."""
+        columns, width = self.shape[1], self.scales.shape[1]
+        packed = reader.read(self.values, start * columns, (stop - start, columns))
         first, last = start // self.block[0], -(-stop // self.block[0])
-        width = self.scales.shape[1]
-        raw = _read(store, self.scales, first * width * 4, ((last - first), width * 4))
+        raw = reader.read(self.scales, first * width * 4, (last - first, width * 4))
         scales = check_float_scales(raw.view("<f4"), self.name)
-        return float8_rows(packed, scales, first_row=start - first * self.block[0], block=self.block)
+        at_once = max(1, AT_ONCE // max(1, columns))
+        for row in range(0, stop - start, at_once):
+            first_row = start - first * self.block[0] + row
+            yield float8_rows(packed[row : row + at_once], scales, first_row=first_row, block=self.block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float4Groups:
-    """Matrices of MXFP4, one for each expert: [E, R, G, 16] and [E, R, G], read as [E, 32 G, R]."""
+    """Matrices of MXFP4, one for each expert: [E, R, G, 16] and [E, R, G], read as [E, 32 G, R].
+
+    Rows of the plain tensor are columns of the stored one, so some of them need all bytes of their expert.
+    """
 
     name: str
     values: Stored
@@ -105,34 +117,21 @@ class Float4Groups:
         experts, rows, groups = self.scales.shape
         return experts, groups * VALUES_PER_SCALE, rows
 
-    @property
-    def rows_at_once(self) -> int:
-        """How many rows of the plain tensor to multiply out together: whole groups."""
-        return VALUES_PER_SCALE * max(1, AT_ONCE // (VALUES_PER_SCALE * max(1, self.shape[2])))
-
-    def rows(self, store: Store, start: int, stop: int) -> Floats:
-        """Rows of the plain tensor, experts one after another."""
-        _, columns, rows = self.shape
-        groups = columns // VALUES_PER_SCALE
-        parts = []
+    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
+        """Rows of the plain tensor, experts one after another, whole groups of a few at a time."""
+        _, rows, groups = self.scales.shape
+        columns, width = groups * VALUES_PER_SCALE, VALUES_PER_SCALE // 2
+        at_once = max(1, AT_ONCE // (VALUES_PER_SCALE * max(1, rows)))
         while start < stop:
             expert, row = divmod(start, columns)
-            end = min(stop - expert * columns, columns)
-            first, last = row // VALUES_PER_SCALE, -(-end // VALUES_PER_SCALE)
-            width = VALUES_PER_SCALE // 2
-            packed = _read(store, self.values, expert * rows * groups * width, (rows, groups, width))
-            scales = _read(store, self.scales, expert * rows * groups, (rows, groups))
+            packed = reader.read_again(self.values, expert * rows * groups * width, (rows, groups, width))
+            scales = reader.read_again(self.scales, expert * rows * groups, (rows, groups))
             check_power_scales(scales, self.name)
-            plain = float4_columns(packed[:, first:last], scales[:, first:last])
-            parts.append(plain[row - first * VALUES_PER_SCALE : end - first * VALUES_PER_SCALE])
-            start = expert * columns + end
-        return np.concatenate(parts)
-
-
-def _read(store: Store, stored: Stored, start: int, shape: tuple[int, ...]) -> Bytes:
-    content = np.empty(shape, dtype=np.uint8)
-    store.read_into(stored.path, stored.offset + start, content.reshape(-1).data)
-    return content
+            first = row // VALUES_PER_SCALE
+            plain = float4_columns(packed[:, first : first + at_once], scales[:, first : first + at_once])
+            piece = plain[row - first * VALUES_PER_SCALE :][: stop - start]
+            yield piece
+            start += len(piece)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +153,7 @@ class DequantisedStore(DecodedStore):
 
     def __init__(self, store: Store, tensors: Mapping[str, Sequence[Plain]]) -> None:
         super().__init__(store, {})
-        self._tensors = tensors
+        self._tensors, self._reader = tensors, PackedReader(store)
         self._starts = {path: [tensor.offset for tensor in found] for path, found in tensors.items()}
 
     def stat(self, path: str) -> ObjectInfo:
@@ -176,17 +175,16 @@ class DequantisedStore(DecodedStore):
             count = min(len(buffer), tensor.offset + tensor.length - start)
             if count <= 0:
                 raise StoreError(f"{self.where(path)}: {len(buffer)} bytes wanted beyond the last tensor")
-            _fill(self._store, tensor, start - tensor.offset, buffer[:count])
+            _fill(self._reader, tensor, start - tensor.offset, buffer[:count])
             buffer, start = buffer[count:], start + count
 
 
-def _fill(store: Store, tensor: Plain, start: int, buffer: memoryview) -> None:
-    """Bytes of a plain tensor from `start` on, a few rows at a time."""
+def _fill(reader: PackedReader, tensor: Plain, start: int, buffer: memoryview) -> None:
+    """Bytes of a plain tensor from `start` on."""
     row_bytes = tensor.packed.shape[-1] * ELEMENT_SIZE[tensor.dtype]
-    while len(buffer):
-        row = start // row_bytes
-        stop = min(row + tensor.packed.rows_at_once, -(-(start + len(buffer)) // row_bytes))
-        plain = ROUND[tensor.dtype](tensor.packed.rows(store, row, stop))
-        content = plain.reshape(-1).view(np.uint8).data[start - row * row_bytes :][: len(buffer)]
+    first, stop = start // row_bytes, -(-(start + len(buffer)) // row_bytes)
+    skipped = start - first * row_bytes
+    for piece in tensor.packed.pieces(reader, first, stop):
+        content = ROUND[tensor.dtype](piece).reshape(-1).view(np.uint8).data[skipped:][: len(buffer)]
         buffer[: len(content)] = content
-        buffer, start = buffer[len(content) :], start + len(content)
+        buffer, skipped = buffer[len(content) :], 0

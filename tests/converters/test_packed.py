@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from titan_ckpt.converters.hf.folder import open_hf
 from titan_ckpt.converters.quantised import store
 from titan_ckpt.converters.quantised.formats import ROUND, float4_columns, float8_rows
 from titan_ckpt.errors import DamagedError, LoadContractError, PlanError
+from titan_ckpt.store.local import FileStore
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
@@ -131,6 +133,32 @@ def test_any_range_of_a_packed_tensor_can_be_read(tmp_path: Path, family: str, m
             length = chosen.randrange(len(content) - start + 1)
             found = model.store.read("model.safetensors", tensor.offset + start, length)
             assert found == content[start : start + length]
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_packed_bytes_are_not_read_for_every_few_rows(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, stored, plain = MAKERS[family]()
+    monkeypatch.setattr(store, "AT_ONCE", 1)
+    model = open_hf(write_model(tmp_path / "packed", of, stored))
+    counted = Counter[str]()
+    real = FileStore.read_into
+
+    def read_into(self: FileStore, path: str, start: int, buffer: memoryview) -> None:
+        counted["bytes"] += len(buffer)
+        real(self, path, start, buffer)
+
+    monkeypatch.setattr(FileStore, "read_into", read_into)
+    names = [name for name in plain if name not in stored or stored[name].itemsize == 1]
+    for name in names:
+        tensor = model.tensors[name]
+        half = len(raw(plain[name])) // 2
+        model.store.read("model.safetensors", tensor.offset, half)
+        model.store.read("model.safetensors", tensor.offset + half, half)
+    packed = sum(each.nbytes for name, each in stored.items() if name.endswith(("_scale_inv", "_blocks", "_scales")))
+    packed += sum(stored[name].nbytes for name in names if name in stored)
+    assert packed <= counted["bytes"] <= 1.5 * packed
 
 
 def test_a_read_from_stored_bytes_into_plain_ones_is_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Wrapper subclasses (torchao's quantised weights and optimizer states): saved by their inner tensors, on one rank and on four."""
+"""Wrapper subclasses (torchao's quantised weights and optimizer states): saved by their inner tensors, on one and four ranks."""
 
 from __future__ import annotations
 

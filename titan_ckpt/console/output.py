@@ -109,7 +109,7 @@ def write_event(event: str, **facts: Any) -> None:
 
 
 def write_note(text: str) -> None:
-    """Write a line about what is done to stderr, unless quiet. Further lines are indented, so that none looks like a note of ours.
+    """Write a line about what is done to stderr, unless quiet. Further lines are indented, so that none looks like a note.
 
     If stderr cannot be written the note is lost: the exit code still tells the result.
     """
