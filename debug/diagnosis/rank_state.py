@@ -132,7 +132,10 @@ def _got_over(record: RankRecord, event: LogEvent) -> bool:
 
 
 def _is_own_wait(record: RankRecord, event: LogEvent) -> bool:
-    """Whether a program that trains already waited for a key of its own in the store: no function of torch did it."""
+    """Whether a program waited for a key of its own in the store: no function of torch did it, as its traceback shows, or as it
+    trained already."""
+    if "direct" in event.values and "joined" not in event.values:
+        return True
     has_trained = record.log is not None and record.log.last_step is not None
     return has_trained and "type" in event.values and "call" not in event.values
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.contradictions import is_last_word
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 from titan_ckpt.debug.incident.waits import looked_at_ns, pending
@@ -71,6 +72,8 @@ def _has_ended(run: Run, *, is_told: bool) -> bool:
     """Whether anything but a look at live processes was left: an exit, an error, a launcher's report. That all were told to end
     (`is_told`) is none of these."""
     if run.launcher is not None and run.launcher.code is not None:
+        return True
+    if run.job_log is not None and any(map(is_last_word, run.job_log.events)):
         return True
     return any(_shows_end(record, is_told=is_told) for record in run.ranks.values())
 

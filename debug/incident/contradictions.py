@@ -10,7 +10,7 @@ import numpy as np
 
 from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks, pairs_of
-from titan_ckpt.debug.incident.records import COMPLETED, Array, Flag, Run
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Flag, LogEvent, Run
 
 # Nobody leaves these before everybody has entered them.
 MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
@@ -180,3 +180,8 @@ def _apart(times: _Spans, group: int) -> list[int]:
     is_apart = (first > end + CLOCK_SKEW_NS) | (last < begin - CLOCK_SKEW_NS)
     apart: list[int] = times.owner[of_group][is_apart].tolist()
     return apart
+
+
+def is_last_word(event: LogEvent) -> bool:
+    """Whether a text is what the C++ runtime writes when it aborts a process for an exception that nobody caught."""
+    return event.text.startswith("what():")

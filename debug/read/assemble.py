@@ -30,13 +30,13 @@ from titan_ckpt.debug.incident.records import (
     StackSnapshot,
 )
 from titan_ckpt.debug.read.black_boxes import BlackBox, BoxReader
-from titan_ckpt.debug.read.logs import group_by_rank, merge_logs
 from titan_ckpt.debug.read.name_tables import Interner
 from titan_ckpt.debug.read.recorder_files import Sidecar
 from titan_ckpt.debug.read.reports.inspector import Progress
 from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks
 from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.several_files import group_by_rank, merge_logs
 from titan_ckpt.store.base import Store
 
 STALL, DEMAND = "stall", "demand"  # why a recorder dumped

@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from signal import Signals
 
-from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.contradictions import is_last_word, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
 from titan_ckpt.debug.read.text.endings import Ending, Note
 from titan_ckpt.debug.read.text.host_lists import expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
-from titan_ckpt.debug.read.text.streams import MAX_EVENTS, Stream, merged_log, values_of
+from titan_ckpt.debug.read.text.several_files import merge_logs
+from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of
 from titan_ckpt.debug.read.text.tasks import tasks_of
 
+UNCAUGHT = 1  # Python's exit code after an uncaught exception
 MOST_NAMED = 65_536  # a larger number in a text is damage
 
 
@@ -48,7 +50,7 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
         by_rank: defaultdict[int, list[Stream]] = defaultdict(list)
         for writer, stream in text.writers.items():
             by_rank[who.rank(writer)].append(stream)
-        ended = _exits(text, who)
+        ended = _exits(text, who, texts)
         exits += ended
         for rank in _unheard(text, by_rank, ended):
             by_rank[rank] = [Stream(source=text.source, rank=rank)]
@@ -215,8 +217,8 @@ def _single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
 # --------------------------------------------------------------------------------------------------------- endings
 
 
-def _exits(text: JobText, who: _Who) -> list[Exit]:
-    """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's."""
+def _exits(text: JobText, who: _Who, texts: Sequence[JobText]) -> list[Exit]:
+    """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's. `texts`: all files."""
     told = text.endings.told
     found: dict[int, Exit] = {}
     for ending in text.endings.found:
@@ -230,21 +232,31 @@ def _exits(text: JobText, who: _Who) -> list[Exit]:
                 rank=rank, code=ending.code, source=text.source, line=ending.line, pid=ending.pid, time_s=ending.time_s,
                 was_told=is_stopped, is_first=ending.is_first,
             )  # fmt: skip
-    return [*found.values(), *_stopped(text, who, found)]
+    return [*found.values(), *_stopped(text, who, found, _last_of_folder(texts, who))]
 
 
 MOST_LEFT = 1024
 
 
-def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit]) -> list[Exit]:
-    """Ranks that torchrun's table of failures does not list: those it stopped, if as many are left over, or that ended well."""
+def _last_of_folder(texts: Sequence[JobText], who: _Who) -> int:
+    """The highest rank that has a folder of logs, where one torchrun of one host made all of these; -1 elsewhere."""
+    made = {text.default for text in texts if text.default[0] == "local"}
+    launchers = [text for text in texts if text.endings.is_elastic]
+    is_one = len(launchers) == 1 and len({place for _, place, _ in made}) == 1
+    return max(map(who.rank, made)) if is_one else -1
+
+
+def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit], last: int) -> list[Exit]:
+    """Ranks that torchrun's table of failures does not list: those it stopped, if as many are left over, or that ended well.
+    `last`: the highest rank that it started, where that is known; its table, which has times, lists all of these that failed."""
     listed = {ended.pid for ended in found.values()}
     pids = sorted(pid for pid in text.endings.told if pid not in listed)
     if not found:
         return []
     first = min(who.rank(("local", f"{text.scope}|", 0)), min(found))
     if not pids and text.endings.is_elastic:  # torchrun stops all that still run: who is between others had ended well
-        ended_well = [rank for rank in range(first, max(found)) if rank not in found]
+        is_table = all(ended.time_s is not None for ended in found.values())
+        ended_well = [rank for rank in range(first, max(max(found), last + 1 if is_table else 0)) if rank not in found]
         return [Exit(rank=rank, code=0, source=text.source) for rank in ended_well[:MOST_LEFT]]
     left = [rank for rank in range(first, first + len(found) + len(pids)) if rank not in found]
     if len(left) != len(pids):
@@ -262,9 +274,13 @@ def _last_word(told: Sequence[int]) -> int:
 
 
 def _unheard(text: JobText, by_rank: Mapping[int, Sequence[Stream]], exits: Sequence[Exit]) -> list[int]:
-    """Ranks of a console that logged nothing of their own in it, though others did: their logs are empty, not missing."""
+    """Ranks of a console that logged nothing of their own in it, though others did: their logs are empty, not missing. Without a
+    table of ends, those between others, if the launcher could not stop as many processes as these are."""
     is_console = text.endings.is_elastic and any(rank >= 0 for rank in by_rank)
-    return [ended.rank for ended in exits if ended.rank not in by_rank] if is_console else []
+    if exits or not is_console:
+        return [ended.rank for ended in exits if ended.rank not in by_rank] if is_console else []
+    between = [rank for rank in range(min(max(by_rank), MOST_LEFT)) if rank not in by_rank]
+    return between if len(between) == len(text.endings.unmoved) == len(text.endings.told) else []
 
 
 def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]], job: list[RankLog]) -> None:
@@ -331,68 +347,48 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
     return None
 
 
+def _aborted_rank(logs: JobLogs) -> int:
+    """The one rank that SIGABRT ended, -1 if there is none, or several: it wrote the C++ exception that nobody's name is on."""
+    aborted = {ended.rank for ended in logs.exits if ended.code in (-int(Signals.SIGABRT), 128 + int(Signals.SIGABRT))}
+    return aborted.pop() if len(aborted) == 1 else -1
+
+
+def _raising_rank(logs: JobLogs) -> int:
+    """The one rank that ended as Python does after an uncaught exception, and whose log shows no other error; -1 if there is none,
+    or several, or if more than one error is nobody's."""
+    raised = {ended.rank for ended in logs.exits if ended.code == UNCAUGHT and not ended.was_told}
+    errors = [event for event in logs.job.events if _is_uncaught(event)] if logs.job else []
+    if len(raised) != 1 or len(errors) != 1:
+        return -1
+    rank = raised.pop()
+    return -1 if any(log.events for log in logs.ranks.get(rank, ())) else rank
+
+
+def _is_uncaught(event: LogEvent) -> bool:
+    """Whether it is a traceback of the program's own that no log record announced."""
+    is_own = event.kind in (EventKind.EXCEPTION, EventKind.OOM) and event.frame is not None
+    return is_own and "announced" not in event.values and "handled" not in event.values
+
+
 def _with_meant_ranks(logs: JobLogs) -> JobLogs:
-    """Events of the kernel and of drivers that name a process of a known rank, moved to that rank."""
+    """Events of the kernel and of drivers that name a process of a known rank, moved to that rank; so the text of an abort or
+    of an uncaught exception, where only one rank ended so."""
     if logs.job is None:
         return logs
     by_pid = {pid: rank for rank, pid in logs.pids.items()}
+    aborted, raising = _aborted_rank(logs), _raising_rank(logs)
     ranks = {rank: list(found) for rank, found in logs.ranks.items()}
     kept = []
     for event in logs.job.events:
         pid = event.values.get("pid", "")
         rank = by_pid.get(int(pid), -1) if pid.isdigit() else -1
+        if event.kind == EventKind.COMM_MISMATCH and is_last_word(event):
+            rank = aborted
+        elif _is_uncaught(event):
+            rank = raising
         if rank < 0:
             kept.append(event)
             continue
-        moved = replace(event, rank=rank, values=values_of(event, pid=pid))
+        moved = replace(event, rank=rank, values=values_of(event, pid=pid) if pid else event.values)
         ranks.setdefault(rank, []).append(RankLog(source=event.source, events=(moved,)))
     return replace(logs, ranks=ranks, job=replace(logs.job, events=tuple(kept)))
-
-
-# ------------------------------------------------------------------------------------------------------- several files
-
-
-def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
-    """One log of several files of the same rank (stdout and stderr, or restarts); the newest one gives its end."""
-    known = sorted(logs, key=lambda log: (log.last_time_s or 0.0, bool(log.events and log.tail), len(log.tail)))
-    if not known:
-        return None
-    last = known[-1]
-    steps = [log.last_step for log in known if log.last_step is not None]
-    times: dict[int, float] = {}
-    for log in known:
-        times.update(log.step_times)
-    events = sorted(_distinct(known), key=lambda event: event.time_s or 0.0)
-    return RankLog(
-        source=last.source,
-        events=tuple(events if len(events) <= MAX_EVENTS else events[: MAX_EVENTS // 2] + events[-MAX_EVENTS // 2 :]),
-        tail=last.tail,
-        tail_line=last.tail_line,
-        last_step=max(steps, default=None),
-        last_step_line=max((log.last_step_line for log in known if log.source == last.source), default=0),
-        done_line=max((log.done_line for log in known if log.source == last.source), default=0),
-        last_time_s=last.last_time_s,
-        step_times=times,
-    )
-
-
-def _distinct(logs: Sequence[RankLog]) -> list[LogEvent]:
-    """Events of several files; one that a console repeats from a rank's own file counts once."""
-    if len(logs) == 1:
-        return list(logs[0].events)
-    seen: dict[tuple[EventKind, str, float | None, str], str] = {}
-    kept = []
-    for log in sorted(logs, key=lambda log: log.source.count("/"), reverse=True):
-        for event in log.events:
-            key = event.kind, event.text, event.time_s, event.values.get("at", "")
-            if seen.setdefault(key, log.source) == log.source:
-                kept.append(event)
-    return kept
-
-
-def group_by_rank(exits: Iterable[Exit]) -> dict[int, Exit]:
-    """The last exit of each rank."""
-    by_rank: defaultdict[int, list[Exit]] = defaultdict(list)
-    for exit_ in exits:
-        by_rank[exit_.rank].append(exit_)
-    return {rank: found[-1] for rank, found in by_rank.items()}

@@ -19,6 +19,7 @@ from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_proce
 from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
+from titan_ckpt.debug.read.text.streams import Stream
 
 STREAMED_BYTES = 4 << 20
 _NO_LOGS = (
@@ -173,6 +174,8 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
         since_s=None if evidence.started_s is None else evidence.started_s - SLACK_S,
     )
     read_text(text, chunks)
+    if not text.num_lines and file.host_folder and "stderr" in name:
+        text.writers[text.default] = Stream(source=file.path)  # which says that this rank wrote no error
     is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS)
     has_content = (
         text.endings.found or text.endings.notes or any(s.events or w[0] == "rank" for w, s in text.writers.items())

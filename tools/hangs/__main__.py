@@ -18,7 +18,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from titan_ckpt.errors import TitanError
-from tools.hangs.evidence import FORMS, end, gather, start
+from tools.hangs.evidence import FORMS, WITHOUT_RECORDER, end, gather, gather_logs, start
 from tools.hangs.incident import INCIDENTS, Incident
 from tools.hangs.rank import PROGRAMS
 from tools.hangs.score import Outcome, Score, score
@@ -27,12 +27,14 @@ LOOK_EVERY_S = 2.0
 DONE = "done"
 
 
-def incident_scores(incident: Incident, folder: Path) -> Iterator[Score]:
-    """Run the program unless its evidence is there; a score for each form."""
+def incident_scores(incident: Incident, folder: Path, *, logs_form: str = "") -> Iterator[Score]:
+    """Run the program unless its evidence is there; a score for each form. `logs_form`: without our recorder."""
     if not (folder / DONE).exists():
         if folder.exists():
             shutil.rmtree(folder)
-        if incident.is_healthy and not incident.end:
+        if logs_form:
+            gather_logs(incident, folder, logs_form)
+        elif incident.is_healthy and not incident.end:
             _looks(incident, folder)
         else:
             gather(incident, folder)
@@ -80,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.hangs", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="programs (default: all)")
     parser.add_argument("--keep", type=Path, help="leave the evidence in this folder, and use what is there")
+    parser.add_argument(
+        "--logs", choices=WITHOUT_RECORDER, default="", help="without our recorder: torchrun's log folders alone"
+    )
     parser.add_argument("--healthy", action="store_true", help="only jobs that are well")
     parser.add_argument("--faults", action="store_true", help="only jobs that are not")
     asked = parser.parse_args(arguments)
@@ -90,7 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scores: list[Score] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in names:
-            for one in incident_scores(INCIDENTS[name], (asked.keep or Path(scratch)).resolve() / name):
+            for one in incident_scores(
+                INCIDENTS[name], (asked.keep or Path(scratch)).resolve() / name, logs_form=asked.logs
+            ):
                 scores.append(one)
                 line = {True: "line", False: "LINE?", None: ""}[one.has_line]
                 sys.stdout.write(f"{one.outcome:9} {line:5} {one.name:32} {one.form:8} {one.told[:260]}\n")

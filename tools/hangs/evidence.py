@@ -2,7 +2,8 @@
 
 `live`: the recorder's folder, collected while it hung. `after`: the recorder's folder, logs and console once all was over.
 `logs`: torchrun's log folder and console alone. `boxes`: of `after` the black boxes and the logs. `no_logs`: the recorder's
-folder alone.
+folder alone. `plain` and `detail`: torchrun's log folder and console of a run without our recorder, `detail` with
+TORCH_DISTRIBUTED_DEBUG=DETAIL (torch 2.13 crashes there in DDP's constructor over gloo, on all ranks).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from titan_ckpt.debug.live.collect import collect
@@ -25,13 +26,20 @@ from tools.hangs.rank import FOLDER, STALL_S, TIMEOUT_S
 from tools.ports import free_port
 from tools.processes import marked_processes
 
-FORMS = ("live", "after", "logs", "boxes", "no_logs")
+FORMS = ("live", "after", "logs", "boxes", "no_logs", "plain", "detail")
+WITHOUT_RECORDER: Mapping[str, Mapping[str, str]] = {"plain": {}, "detail": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}}
+PLAIN_TIMEOUT_S = 12.0
 OPERATION_TIMEOUT_S, RECORDED_STALL_S, HEALTHY_STALL_S = 45.0, 6.0, 15.0
 BEGIN_S, SETTLE_S, END_S = 240.0, 40.0, 90.0
 
 
 def start(incident: Incident, folder: Path) -> subprocess.Popen[bytes]:
     """torchrun, with the console in `console.log`, a folder of logs `tr` and the recorder's `rec`."""
+    stall_s = HEALTHY_STALL_S if incident.is_healthy else RECORDED_STALL_S
+    return _launch(incident, folder, {STALL_S: str(stall_s), TIMEOUT_S: str(OPERATION_TIMEOUT_S), **environment()})
+
+
+def _launch(incident: Incident, folder: Path, settings: Mapping[str, str]) -> subprocess.Popen[bytes]:
     (folder / "rec").mkdir(parents=True)
     store = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     command = [
@@ -39,13 +47,12 @@ def start(incident: Incident, folder: Path) -> subprocess.Popen[bytes]:
         "--max-restarts", str(incident.restarts), "--log-dir", str(folder / "tr"), "--redirects", "3", "--tee", "3",
         "-m", "tools.hangs.rank", incident.name,
     ]  # fmt: skip
-    stall_s = HEALTHY_STALL_S if incident.is_healthy else RECORDED_STALL_S
-    mine = {FOLDER: str(folder / "rec"), STALL_S: str(stall_s), TIMEOUT_S: str(OPERATION_TIMEOUT_S)}
+    mine = {FOLDER: str(folder / "rec"), **settings}
     if (
         incident.restarts
     ):  # else gloo may find addresses of the attempt before in the launcher's store, and the job fails of that
         mine["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    variables = {**os.environ, **environment(), **mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    variables = {**os.environ, **mine, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with open(folder / "console.log", "wb") as console:
         return subprocess.Popen(
             command, stdout=console, stderr=subprocess.STDOUT, env=variables, start_new_session=True
@@ -71,6 +78,19 @@ def gather(incident: Incident, folder: Path) -> list[str]:
     finally:
         end(job, folder)
     return _forms(folder)
+
+
+def gather_logs(incident: Incident, folder: Path, form: str) -> None:
+    """Run it without our recorder, `plain` or with torch's `detail`; its log folder and console."""
+    job = _launch(incident, folder / "run", {TIMEOUT_S: str(PLAIN_TIMEOUT_S), **WITHOUT_RECORDER[form]})
+    try:
+        if not _wait_until(lambda: False, job, END_S + PLAIN_TIMEOUT_S):
+            job.send_signal(signal.SIGTERM)
+            _wait_until(lambda: False, job, 60.0)
+    finally:
+        end(job, folder / "run")
+    shutil.copytree(folder / "run" / "tr", folder / form / "tr")
+    shutil.copy(folder / "run" / "console.log", folder / form)
 
 
 def _forms(folder: Path) -> list[str]:

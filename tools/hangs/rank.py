@@ -13,10 +13,22 @@ import torch
 import torch.distributed as dist
 
 from titan_ckpt.debug import Recorder
-from tools.hangs import programs_collectives, programs_ends, programs_healthy, programs_peers, programs_waits
+from tools.hangs import (
+    programs_batches,
+    programs_branches,
+    programs_collectives,
+    programs_crashes,
+    programs_ends,
+    programs_healthy,
+    programs_peers,
+    programs_waits,
+)
 from tools.hangs.incident import INCIDENTS
 
-PROGRAMS = (programs_collectives, programs_ends, programs_healthy, programs_peers, programs_waits)
+PROGRAMS = (
+    programs_batches, programs_branches, programs_collectives, programs_crashes, programs_ends, programs_healthy,
+    programs_peers, programs_waits,
+)  # fmt: skip
 FOLDER, STALL_S, TIMEOUT_S = "HANGS_FOLDER", "HANGS_STALL_S", "HANGS_TIMEOUT_S"
 
 
@@ -27,7 +39,7 @@ def main(name: str) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=form)
     torch.set_num_threads(1)
     incident, folder = INCIDENTS[name], os.environ.get(FOLDER)
-    if folder:
+    if folder and STALL_S in os.environ:
         stall_s = float(os.environ[STALL_S])
         Recorder.start(folder, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), stall_s=stall_s)
     if incident.joins:

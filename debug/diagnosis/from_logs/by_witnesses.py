@@ -16,7 +16,7 @@ from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, said, waited_in
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, signal_of
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, logged_on, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
@@ -168,7 +168,7 @@ class _Suspicion:
 def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, *, is_unmoved: bool) -> _Suspicion:
     record, is_on_cpu = run.ranks[rank], state.kind == RankState.ON_CPU
     if state.kind == RankState.FINISHED:
-        text = "ended normally while the others waited for it"
+        text = f"ended normally{_after_error(record)} while the others waited for it"
         return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
     if state.kind == RankState.IN_TEARDOWN:
         text = "is shutting down while the others wait for it"
@@ -196,6 +196,14 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
         verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail or busy_by_log(record),
         text="was busy elsewhere while the others waited for it",
     )  # fmt: skip
+
+
+def _after_error(record: RankRecord) -> str:
+    """The error that a rank caught and logged before it ended as if all were well."""
+    caught = [event for event in record.events if event.kind in _OWN and event.frame and not logged_on(record, event)]
+    if not caught or caught[-1].frame is None:
+        return ""
+    return f", after it logged {caught[-1].values.get('type', 'an error')} at {caught[-1].frame.place},"
 
 
 def _suspect(

@@ -39,7 +39,7 @@ def watchdogs(run: Run) -> Iterator[Verdict]:
     """SIZE_MISMATCH and STUCK_ON_CPU, by the watchdogs' lines alone."""
     works = [work for record in run.ranks.values() if (work := _timed_out(record)) is not None]
     yield from _sizes(run, works)
-    yield from _behind(run, works)
+    yield from [*_behind(run, works)] or _never_issued(run)
 
 
 def _timed_out(record: RankRecord) -> _Work | None:
@@ -112,6 +112,41 @@ def _behind(run: Run, works: list[_Work]) -> Iterator[Verdict]:
             chain=tuple((rank, culprits[0]) for rank in victims), next_steps=advice(VerdictKind.STUCK_ON_CPU, subtype),
         )  # fmt: skip
         return
+
+
+def _never_issued(run: Run) -> Iterator[Verdict]:
+    """Without the timed-out operation: few ranks have done all that they enqueued, the others wait in the one that follows."""
+    groups = {event.values.get("group", "") for record in run.ranks.values() for event in record.events} - {""}
+    for group in sorted(groups):
+        last = _enqueued(run, group)
+        newest = max((_number(event, "enqueued") for event in last.values()), default=0)
+        waiting = tuple(
+            rank
+            for rank, event in last.items()
+            if _number(event, "enqueued") == newest > _number(event, "completed") >= 0
+        )
+        culprits = tuple(
+            rank
+            for rank, event in last.items()
+            if _number(event, "enqueued") == _number(event, "completed") == newest - 1
+        )
+        if not culprits or len(culprits) >= len(waiting) or len(waiting) + len(culprits) < len(last):
+            continue
+        event, subtype = last[culprits[0]], busy_by_log(run.ranks[culprits[0]])
+        yield Verdict(
+            verdict=VerdictKind.STUCK_ON_CPU, subtype=subtype, culprits=culprits, victims=waiting, group=group, seq=newest,
+            step=run.step_of(culprits[0]), confidence=Basis.WATCHDOGS.confidence,
+            headline=f"{rank_list(culprits)} never issued #{newest} of group {group}, in which the others wait: it has completed all "
+            f"that it issued, up to #{newest - 1}",
+            evidence=(_said(event), _said(last[waiting[0]])),
+            chain=tuple((rank, culprits[0]) for rank in waiting), next_steps=advice(VerdictKind.STUCK_ON_CPU, subtype),
+        )  # fmt: skip
+        return
+
+
+def _number(event: LogEvent, name: str) -> int:
+    value = event.values.get(name, "")
+    return int(value) if value.isdigit() else -1
 
 
 def _enqueued(run: Run, group: str) -> Mapping[int, LogEvent]:

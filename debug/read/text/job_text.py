@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from titan_ckpt.debug.read.text.endings import Endings
-from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, is_broken, physical_lines, wrap_width
+from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
 from titan_ckpt.debug.read.text.messages import LANDMARKS
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
@@ -216,7 +216,8 @@ def _joined(lines: Iterable[tuple[int, str]], opener: Opener) -> Iterator[tuple[
     for number, line in lines:
         if held is not None:
             start = peel(line)
-            if start.text == line and not line.startswith("[") and len(held[1]) < MAX_MESSAGE:
+            is_rest = start.text == line and not line.startswith("[") and not begins_alike(held[1], line)
+            if is_rest and len(held[1]) < MAX_MESSAGE:
                 joined = held[0], held[1] + line
                 held = joined if is_broken(joined[1], line, opener.width) else None
                 if held is None:

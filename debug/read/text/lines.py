@@ -211,3 +211,13 @@ def is_broken(message: str, last: str, width: int) -> bool:
     if not any(mark in message for mark in _UNFINISHED):
         return False
     return (0 < width - 1 <= len(last) <= width) or message.count("(") > message.count(")")
+
+
+_NUMBER = re.compile(r"\d+")
+BEGINNING = 24  # characters: more than any prefix that torch's own does not follow
+
+
+def begins_alike(message: str, line: str) -> bool:
+    """Whether a line begins as a message does, but for numbers: then it is another message, and not the rest of that one."""
+    first, second = (_NUMBER.sub("0", text[:BEGINNING])[: BEGINNING // 2] for text in (message, line))
+    return first == second

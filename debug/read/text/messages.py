@@ -150,9 +150,17 @@ _OWN_PID = re.compile(
 )
 
 
+_SXID = re.compile(r"SXid \([^)]{1,40}\): \d{1,6}, Fatal\b")
+
+
 def _device(text: str) -> Values:
     match = _XID.search(text)
     return {key: value for key, value in match.groupdict().items() if value} if match else {}
+
+
+def _is_fatal_switch(text: str) -> Values | None:
+    """An NVSwitch error that is no mere note: `SXid (PCI:0000:c4:00.0): 20034, Fatal, Link 29 LTSSM Fault Up`."""
+    return {} if _SXID.search(text) else None
 
 
 def _kernel_oom(text: str) -> Values:
@@ -224,6 +232,7 @@ _RULES = (
         ),
         _device,
     ),
+    _Rule(EventKind.DEVICE_ERROR, ("SXid (",), _is_fatal_switch),
     _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
     _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in _SIGNAL_WORDS)), _fatal),
 )
@@ -244,6 +253,8 @@ _SERVERS = (
     "died unexpectedly", "Got fatal signal from worker processes", "EngineCore hit an exception",
     "EngineCore encountered a fatal error", "Received sigquit from a child process",
 )  # fmt: skip
+# The last line of a traceback, where people paste that alone.
+_BARE = ("connectFullMesh failed", "DistBackendError: ", "DistNetworkError: ", "DistStoreError: ")
 _LAST_RULES = (
     _Rule(EventKind.OOM, OOM_WORDS),
     _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),
@@ -254,6 +265,7 @@ _LAST_RULES = (
         ("Connection closed by remote peer", "NCCL WARN Call to recv", "NCCL WARN Net : Call to recv"),
     ),
     _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure", "NCCL WARN [Proxy Service")),
+    *(_Rule(kind, _BARE, _is(kind)) for kind in (EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR)),
     _Rule(EventKind.EXITED, _SERVERS),
     _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
 )

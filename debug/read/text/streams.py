@@ -245,6 +245,8 @@ class Stream:
             values["call"] = call
         elif below := _below_torch(self.frames or []):
             values["below"] = below
+        elif kind == EventKind.STORE_WAIT and self.frames and not is_library(self.frames[-1]):
+            values["direct"] = "1"  # the program called the store itself
         if self.announced:
             values["announced"], self.announced = self.announced, ""
         if self.thread:
