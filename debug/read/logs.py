@@ -354,8 +354,8 @@ def _aborted_rank(logs: JobLogs) -> int:
 
 
 def _raising_rank(logs: JobLogs) -> int:
-    """The one rank that ended as Python does after an uncaught exception, and whose log shows no other error; -1 if there is none,
-    or several, or if more than one error is nobody's."""
+    """The one rank that ended as Python does after an uncaught exception, and whose log shows no other error; -1 if there is
+    none, or several, or if more than one error is nobody's."""
     raised = {ended.rank for ended in logs.exits if ended.code == UNCAUGHT and not ended.was_told}
     errors = [event for event in logs.job.events if _is_uncaught(event)] if logs.job else []
     if len(raised) != 1 or len(errors) != 1:

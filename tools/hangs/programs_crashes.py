@@ -107,7 +107,7 @@ def never_joins(rank: int) -> None:
 def waits_for_an_unset_key(rank: int) -> None:
     """A key of the store is set under another name than the one that is waited for."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=12))
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=12))
     if rank == 0:
         store.set("dataset/ready", "1")

@@ -136,8 +136,8 @@ def _never_issued(run: Run) -> Iterator[Verdict]:
         yield Verdict(
             verdict=VerdictKind.STUCK_ON_CPU, subtype=subtype, culprits=culprits, victims=waiting, group=group, seq=newest,
             step=run.step_of(culprits[0]), confidence=Basis.WATCHDOGS.confidence,
-            headline=f"{rank_list(culprits)} never issued #{newest} of group {group}, in which the others wait: it has completed all "
-            f"that it issued, up to #{newest - 1}",
+            headline=f"{rank_list(culprits)} never issued #{newest} of group {group}, in which the others wait: it has completed "
+            f"all that it issued, up to #{newest - 1}",
             evidence=(_said(event), _said(last[waiting[0]])),
             chain=tuple((rank, culprits[0]) for rank in waiting), next_steps=advice(VerdictKind.STUCK_ON_CPU, subtype),
         )  # fmt: skip

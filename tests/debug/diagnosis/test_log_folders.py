@@ -1,4 +1,4 @@
-"""torchrun's log folder and console, as jobs without our recorder leave them: what an empty log and an absent row of its table mean."""
+"""torchrun's log folder and console, as jobs without our recorder leave them: what an empty log means, and an absent row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROW = """\
 """
 CONSOLE = """\
 W1123 05:03:35.144000 13459 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 101 closing signal SIGTERM
-E1123 05:03:35.433000 13459 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 100) of
+E1123 05:03:35.433000 13459 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 100)
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
 train.py FAILED
