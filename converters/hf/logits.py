@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from titan_ckpt.errors import DamagedError
 from titan_ckpt.sharding.placement import Box
 
 MAX_CONTEXT = 512
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,9 @@ def _read(checkpoint: Checkpoint, tensor: ExportTensor, plan: ExportPlan) -> Ten
 
 def _tokens(folder: str, text: bytes, num_tokens: int, vocab_size: int) -> Tensor:
     if Path(folder, "tokenizer.json").exists() or Path(folder, "tokenizer.model").exists():
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        ids: Sequence[int] = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
+        with _one_thread():
+            ids: Sequence[int] = tokenizer(text.decode(errors="replace"), add_special_tokens=False)["input_ids"]
     else:
         ids = [byte % vocab_size for byte in text]
     if len(ids) < num_tokens or max(ids[:num_tokens]) >= vocab_size:
@@ -108,6 +110,18 @@ def _tokens(folder: str, text: bytes, num_tokens: int, vocab_size: int) -> Tenso
             f"{folder}: the tokenizer gives {len(ids)} tokens up to {max(ids)} for a vocabulary of {vocab_size}"
         )
     return torch.tensor(ids[:num_tokens])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keeps tokenizers from starting threads, unless the environment says otherwise: they do not survive a fork."""
+    is_ours = _THREADS not in os.environ
+    os.environ.setdefault(_THREADS, "false")
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[_THREADS]
 
 
 @torch.no_grad()

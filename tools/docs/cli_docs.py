@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 WIDTH = 100
 HEAD = """\
@@ -30,12 +31,12 @@ Written by `make docs` from the commands' own `--help`.
 
 def reference() -> str:
     """The whole page."""
-    os.environ["COLUMNS"] = str(WIDTH)
-    from titan_ckpt.cli.main import build_parser  # argparse reads COLUMNS when a parser is created
-
     sections = [HEAD]
-    for parser in (*walk(build_parser()), *verbs()):
-        sections.append(f"## {parser.prog}\n\n```\n{parser.format_help().rstrip()}\n```\n")
+    with patch.dict(os.environ, COLUMNS=str(WIDTH)):
+        from titan_ckpt.cli.main import build_parser  # argparse reads COLUMNS when a parser is created
+
+        for parser in (*walk(build_parser()), *verbs()):
+            sections.append(f"## {parser.prog}\n\n```\n{parser.format_help().rstrip()}\n```\n")
     return "\n".join(sections)
 
 

@@ -75,14 +75,17 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 def process_group(context: RankContext) -> Iterator[None]:
     """Initialise torch.distributed, and destroy it on exit. A single rank's group is made later, with its mesh."""
     timeout = timedelta(seconds=context.config.train.init_timeout_s)
-    os.environ.update({name: value for name, value in environment().items() if name not in os.environ})
-    if context.process.world_size > 1:
-        _join(context.process, BACKENDS[context.device.type], timeout)
+    added = {name: value for name, value in environment().items() if name not in os.environ}
+    os.environ.update(added)
     try:
+        if context.process.world_size > 1:
+            _join(context.process, BACKENDS[context.device.type], timeout)
         yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _join(process: RankProcess, backend: str, timeout: timedelta) -> None:

@@ -108,6 +108,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, control, config.model)
         changed = _check_start(config, start, dataset)
+        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
         torch.use_deterministic_algorithms(config.train.deterministic)
         parallelized = build_model(context)
         base = load_base(config.resume.from_, start, parallelized, control) if config.lora.rank else None

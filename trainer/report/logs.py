@@ -92,6 +92,7 @@ class RankLogging:
         self._console.addFilter(lambda record: record.exc_info is None)  # tracebacks go to the file only
         self._ours = logging.getLogger("titan_ckpt")
         self._warnings = logging.getLogger("py.warnings")
+        self._before = [(each, each.level, each.propagate, each.handlers) for each in (self._ours, self._warnings)]
 
     def __enter__(self) -> RankLogging:
         """Take over the package's logger, and Python's warnings (file only)."""
@@ -108,8 +109,9 @@ class RankLogging:
         logging.captureWarnings(False)
         if self.bar is not None:
             self.bar.close(is_finished=kind is None)
-        for logger in (self._ours, self._warnings):
-            logger.handlers, logger.propagate = [], True
+        for logger, level, propagate, handlers in self._before:
+            logger.setLevel(level)
+            logger.propagate, logger.handlers = propagate, handlers
         self._file.close()
 
 
