@@ -70,6 +70,7 @@ def test_every_block_on_finetuning_prints_what_the_page_shows(tmp_path: Path) ->
     assert run(DOCS / "finetuning.md", tmp_path, {}) == 3
 
 
+@pytest.mark.e2e
 def test_the_dcp_block_prints_what_the_page_shows(tmp_path: Path) -> None:
     assert run(DOCS / "howto" / "dcp.md", tmp_path, {}) == 1
 
@@ -85,6 +86,7 @@ def test_every_python_block_imports_names_that_exist(page: Path) -> None:
                     assert {name.name for name in node.names} <= defined, f"{page.name}:{block.line}: {node.module}"
 
 
+@pytest.mark.e2e
 def test_the_planning_blocks_print_what_the_page_shows(tmp_path: Path) -> None:
     assert run(DOCS / "planning.md", tmp_path, {}) == 3
 

@@ -11,9 +11,13 @@ import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+from rich.console import RenderableType
+from textual._compositor import Compositor
 from textual.pilot import Pilot
+from textual.screen import Screen
 from textual.strip import Strip
 
 from tests.support.screen_svg import sheet
@@ -32,6 +36,7 @@ CHECKPOINT_KEYS = (
     "1 enter",
 )  # fmt: skip
 COMMAND = "python -m tests.support.screen_pictures"
+PAINT = Compositor.render_update
 
 
 def picture_cases() -> dict[str, tuple[Path, tuple[str, ...]]]:
@@ -60,8 +65,20 @@ def pictures_of(name: str) -> dict[tuple[int, int], str]:
     """Sheets of a case by size."""
     path, steps = picture_cases()[name]
     coloured = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
-    with contextlib.chdir(path.parent), patch.dict(os.environ, coloured, clear=True):
+    unpainted = patch.object(Compositor, "render_update", _paint_dialogs_alone)
+    with contextlib.chdir(path.parent), patch.dict(os.environ, coloured, clear=True), unpainted:
         return {size: asyncio.run(_picture(path.name, steps, size)) for size in SIZES}
+
+
+def _paint_dialogs_alone(compositor: Compositor, *, screen_stack: list[Screen[Any]]) -> RenderableType | None:
+    """What a terminal would be sent after each change takes long, and pictures are rendered whole, from the widgets.
+
+    Not what lies below a dialog: that is rendered here alone.
+    """
+    if screen_stack:
+        return PAINT(compositor, screen_stack=screen_stack)
+    compositor._dirty_regions.clear()
+    return None
 
 
 async def _picture(url: str, steps: tuple[str, ...], size: tuple[int, int]) -> str:

@@ -13,6 +13,7 @@ from tests.support.screen_pictures import COMMAND, SIZES, golden, picture_cases,
 from tests.support.screen_svg import difference, sheet
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", sorted(picture_cases()))
 def test_the_screens_equal_their_pictures(name: str, tmp_path: Path) -> None:
     found = []
