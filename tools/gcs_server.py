@@ -81,7 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = self._place()
         data = self._body()
         if "uploadId" in query:
-            self.state.uploads[query["uploadId"]][int(query["partNumber"])] = data
+            parts = self.state.uploads.get(query["uploadId"])
+            if parts is None:  # aborted while this part was on its way
+                self._error(404, "NoSuchUpload")
+                return
+            parts[int(query["partNumber"])] = data
             self._answer(200, ETag=f'"{hashlib.md5(data).hexdigest()}"')
             return
         self._made(self.state.put(path, data, self.headers.get("x-goog-if-generation-match")))
@@ -103,7 +107,10 @@ class _Handler(BaseHTTPRequestHandler):
             text = f"<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"
             self._answer(200, text.encode())
             return
-        parts = self.state.uploads.pop(query["uploadId"])
+        parts = self.state.uploads.pop(query["uploadId"], None)
+        if parts is None:
+            self._error(404, "NoSuchUpload")
+            return
         made = self.state.put(path, b"".join(parts[number] for number in sorted(parts)), None)
         assert made is not None
         etag = f"<CompleteMultipartUploadResult><ETag>{escape(made.etag)}</ETag></CompleteMultipartUploadResult>"

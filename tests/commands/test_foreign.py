@@ -151,7 +151,7 @@ class _Together(FileStore):
                 self._asked += 1
                 if self._asked == 2:
                     self._both.set()
-            assert self._both.wait(30), "reads come one after another"
+            assert self._both.wait(240), "reads come one after another"
         return super().read(path, start, length)
 
 

@@ -251,7 +251,7 @@ def _completed(line: str, folder: Path) -> list[str]:
     environment = {**os.environ, "_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9"}
     environment |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "IFS": "\v", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "titan_ckpt"]
-    subprocess.run(command, env=environment, cwd=folder, check=False, timeout=120, capture_output=True)
+    subprocess.run(command, env=environment, cwd=folder, check=False, timeout=240, capture_output=True)
     return sorted(word.strip() for word in answer.read_text().split("\v"))
 
 

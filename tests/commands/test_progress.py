@@ -72,7 +72,7 @@ def test_without_a_terminal_rich_is_not_imported() -> None:
         "import sys\nfrom titan_ckpt.console.progress import ProgressLine\n"
         "with ProgressLine('cp', 10) as line: line.add(10)\nprint('rich' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == "False"
     assert done.stderr == ""
 

@@ -171,7 +171,7 @@ class Gate(FileStore):
 
     def write_if(self, path: str, data: Any, *, version: str | None) -> Any:
         self.reached.set()
-        assert self.go_on.wait(60)
+        assert self.go_on.wait(240)
         return super().write_if(path, data, version=version)
 
 
@@ -179,7 +179,7 @@ def test_the_second_of_two_jobs_that_commit_one_step_is_refused(tmp_path: Path) 
     slow = Gate(str(tmp_path))
     with Saver(slow) as zombie:
         handle = zombie.save({"w": torch.zeros(2)}, step=1)
-        assert slow.reached.wait(60)
+        assert slow.reached.wait(240)
         save(str(tmp_path), {"w": torch.ones(2)}, step=1)
         slow.go_on.set()
         with pytest.raises(SaveError, match="another job committed step 1"):

@@ -131,7 +131,7 @@ def test_nothing_that_changes_after_save_returns_is_stored(tmp_path: Path) -> No
     @contextmanager
     def phase(name: str, _step: int) -> Iterator[None]:
         if name == "ckpt_upload":
-            assert gate.wait(30)
+            assert gate.wait(240)
         yield
 
     base = torch.arange(12.0)

@@ -100,7 +100,7 @@ FORK = """
 
 def test_a_worker_that_is_terminated_does_not_end_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(FORK), str(tmp_path / "box")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stdout) == (0, "alive False\n"), done.stderr
 
 

@@ -124,7 +124,7 @@ def test_slurm_example_requeues_itself_before_the_time_limit(tools: dict[str, st
     while not (tmp_path / "step").exists() or not (tmp_path / "step").read_text():
         assert job.poll() is None
     job.send_signal(10)  # SIGUSR1, as --signal=B:USR1 sends it
-    assert job.wait(30) == 0
+    assert job.wait(240) == 0
     assert calls.read_text().splitlines() == ["--signal=TERM 7", "committed", "requeue 7"]
 
 

@@ -122,7 +122,7 @@ def test_workers_share_the_files_and_meet_in_the_store(tmp_path: Path) -> None:
         subprocess.Popen(command, env={**os.environ, "RANK": str(i), "WORLD_SIZE": "3"}, stdout=subprocess.PIPE)
         for i in range(3)
     ]
-    outputs = [worker.communicate(timeout=60)[0] for worker in workers]
+    outputs = [worker.communicate(timeout=240)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0]
     assert outputs[1:] == [b"", b""]
     assert json.loads(outputs[0])["files"] == 2
@@ -137,7 +137,7 @@ def test_under_torchrun_workers_write_shares_and_one_commits(tmp_path: Path) -> 
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
         "127.0.0.1:0", "-m", "titan_ckpt", "reshard", source.url, str(tmp_path / "out"), "--mesh", "dp_shard=6", "--json",
     ]  # fmt: skip
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["files"] == 3
     assert len(open_checkpoint(str(tmp_path / "out")).manifest.files) == 6
@@ -160,7 +160,7 @@ def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "run_plan(plan, sys.argv[2], on_progress=progress)\n"
     )
-    killed = subprocess.run([sys.executable, "-c", script, source.url, url], check=False, timeout=60)
+    killed = subprocess.run([sys.executable, "-c", script, source.url, url], check=False, timeout=240)
     assert killed.returncode == -signal.SIGKILL
     with pytest.raises(TitanError, match="not committed"):
         open_checkpoint(url)

@@ -20,7 +20,7 @@ from tools.faults.dead_endpoints import ENDPOINTS
 from tools.hostile.s3_server import HostileS3, always
 from tools.hostile.s3_shapes import SHAPES
 
-LONG_S = 20.0  # much longer than what is tested, on a loaded machine, too
+LONG_S = 100.0  # much longer than what is tested, on a loaded machine, too
 PATIENT = RetryPolicy(tries=6, first_wait_s=0.001, longest_wait_s=0.01, deadline_s=600)
 USES: dict[str, Callable[[Store], object]] = {
     "stat": lambda store: store.stat("x"),

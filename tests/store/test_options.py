@@ -281,7 +281,7 @@ def test_commands_find_a_store_as_fsspec_does(s3_server: Server, tmp_path: Path,
         words = [f"--storage-option=key={s3_server.access_key}", "--storage-option", f"secret=@{tmp_path}/key"]
         words += ["--endpoint-url", s3_server.endpoint, "--region=us-east-1", "--client=s3fs"]
     command = [sys.executable, "-m", "titan_ckpt", "-v", "ls", f"s3://{BUCKET}/nothing-{how}", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, "no checkpoint here" in done.stderr) == (3, True), done.stderr
     assert f"client: {'s3fs' if how == 'words' else 'botocore'} for s3://" in done.stderr
     assert s3_server.secret_key not in done.stdout + done.stderr
@@ -338,7 +338,7 @@ def test_a_broken_configuration_of_fsspec_is_named(name: str, text: str, kind: s
     (tmp_path / name).write_text(text)
     environment = {**clean_environment(), "FSSPEC_CONFIG_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "titan_ckpt", "ls", "memory://x"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, f"{tmp_path}: fsspec cannot read a file there ({kind})" in done.stderr) == (2, True), (
         done.stderr
     )

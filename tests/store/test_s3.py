@@ -57,7 +57,7 @@ def clean_environment(server: Server | None = None) -> dict[str, str]:
 def test_without_credentials_the_error_shows_what_to_set(s3_server: Server) -> None:
     command = [sys.executable, "-m", "titan_ckpt", "ls", f"s3://{BUCKET}/run"]
     done = subprocess.run(
-        command, env=clean_environment(s3_server), capture_output=True, text=True, timeout=60, check=False
+        command, env=clean_environment(s3_server), capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 3
     assert "no usable credentials" in done.stderr

@@ -190,7 +190,7 @@ def test_a_tls_handshake_ends_at_the_deadline() -> None:
         started = time.monotonic()
         with pytest.raises(TransientStoreError):
             store.stat("x")
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 40
 
 
 class _Lies(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -319,7 +319,7 @@ def test_work_that_was_given_up_reads_no_more_from_an_open_file(tmp_path: Path) 
 
     def work(guarded: Store) -> None:
         with guarded.opened("x") as read:
-            is_late.wait(20)
+            is_late.wait(240)
             try:
                 read(0, 4)
             except HungStoreError as error:
@@ -330,7 +330,7 @@ def test_work_that_was_given_up_reads_no_more_from_an_open_file(tmp_path: Path) 
     with pytest.raises(HungStoreError):
         run_until(0.05, work, store, what="a test")
     is_late.set()
-    assert ended.wait(20)
+    assert ended.wait(240)
     assert len(errors) == 1
 
 

@@ -32,7 +32,7 @@ from titan_ckpt.trainer.launch.launch import RanksFailedError, launch
 from titan_ckpt.trainer.report.logs import run_folder
 from tools.paths import DEBUG_CONFIG
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
 
 def _start(arguments: list[str], tmp_path: Path) -> subprocess.Popen[str]:

@@ -88,7 +88,7 @@ class FaultyStore(Store):
             return action()
         if fault.how == FaultMode.HANG:
             self.is_hanging.set()
-            assert self.released.wait(120), "the test never released the store"
+            assert self.released.wait(600), "the test never released the store"
             try:
                 return action()
             finally:

@@ -59,7 +59,7 @@ def hung_job(folder: Path) -> Iterator[None]:
 
 
 def _wait_for(*paths: Path) -> None:
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 240
     while not all(path.exists() for path in paths):
         assert time.monotonic() < give_up, "the job did not start"
         time.sleep(0.1)

@@ -87,7 +87,7 @@ def test_rank_whose_data_stall_is_the_verdict(kind: str, tmp_path: Path) -> None
     ranks = start(kind, tmp_path, hangs=True)
     stalls = [tmp_path / f"rank_{rank:05d}.stall.pickle" for rank in range(2)]
     try:
-        give_up = time.monotonic() + 120
+        give_up = time.monotonic() + 240
         while not all(path.exists() for path in stalls) or not verdict(tmp_path).victims:
             assert time.monotonic() < give_up, "no stall was found"
             time.sleep(0.5)
@@ -102,5 +102,5 @@ def test_rank_whose_data_stall_is_the_verdict(kind: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_job_that_ends_well_is_healthy(kind: str, tmp_path: Path) -> None:
     ranks = start(kind, tmp_path, hangs=False)
-    assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    assert [process.wait(timeout=240) for process in ranks] == [0, 0]
     assert verdict(tmp_path).verdict == "HEALTHY"

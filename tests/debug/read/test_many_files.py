@@ -83,7 +83,7 @@ def test_files_of_a_remote_store_are_fetched_together(hosts: Path, monkeypatch: 
     def read(self: Store, path: str, start: int = 0, length: int | None = None) -> bytes:
         begun.append(path)
         if len(begun) <= 4:
-            together.wait(60)  # fails where files are read one after the other
+            together.wait(240)  # fails where files are read one after the other
         return plain(self, path, start, length)
 
     monkeypatch.setattr(many_files, "is_local", lambda _store: False)

@@ -39,7 +39,7 @@ def test_kernel_counts_what_the_main_thread_ran() -> None:
 
 def _beat(folder: Path, until: Callable[[Heartbeat], bool]) -> Heartbeat:
     """The first heartbeat in `folder` of which `until` is true."""
-    give_up = time.monotonic() + 120
+    give_up = time.monotonic() + 240
     while time.monotonic() < give_up:
         beat = open_run(str(folder)).ranks[0].heartbeat
         if beat is not None and until(beat):
