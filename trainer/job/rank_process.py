@@ -132,6 +132,17 @@ def _incident_name(process: RankProcess) -> str:
     return store.get("titan-ckpt/incident").decode()
 
 
+@contextmanager
+def determinism(is_wanted: bool) -> Iterator[None]:
+    """Whether operations that vary from run to run raise."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 class Collector:
     """Runs Python's garbage collector every `every` steps, as a context manager; 0 leaves it alone.
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import nn
 
 from titan_ckpt.errors import ConfigError
@@ -33,7 +32,14 @@ from titan_ckpt.trainer.job.frozen_weights import frozen_record, load_base
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
 from titan_ckpt.trainer.job.own_parts import HookCalls, preparation
-from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group, start_recorder
+from titan_ckpt.trainer.job.rank_process import (
+    RankContext,
+    RankProcess,
+    determinism,
+    pick_device,
+    process_group,
+    start_recorder,
+)
 from titan_ckpt.trainer.job.resume import (
     Start,
     TrainingProgress,
@@ -108,8 +114,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, control, config.model)
         changed = _check_start(config, start, dataset)
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
-        torch.use_deterministic_algorithms(config.train.deterministic)
+        stack.enter_context(determinism(config.train.deterministic))
         parallelized = build_model(context)
         base = load_base(config.resume.from_, start, parallelized, control) if config.lora.rank else None
         freeze(parallelized, config.train.freeze, control)
