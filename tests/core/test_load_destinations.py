@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from titan_ckpt.loading.casts import PAIRS, count_changed, holds_every_value
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving.saver import save
 from titan_ckpt.state.state_dict import TORCH_DTYPE
+from titan_ckpt.store.local import FileStore
 from tools.rank_pool import RankPool
 
 BY_VALUE = LoadPolicy(cast="allow", lossy_cast="error", extra="allow")
@@ -241,3 +243,23 @@ def test_what_does_not_fit_on_one_rank_changes_nothing_anywhere(tmp_path: Path) 
     assert "global shape (3,), model wants (4,)" in own
     assert is_same
     assert is_same_there
+
+
+def test_neighbours_are_one_request_of_a_store_that_scatters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (3, 70_000, 400_000, 5, 300_000, 1_000)
+    state = {f"t{n}": torch.randn(size) for n, size in enumerate(sizes)}
+    save(str(tmp_path), {"m": state}, step=1)
+    monkeypatch.setattr(FileStore, "is_scattering", True)
+    requests: list[int] = []
+    read = FileStore.read_scattered
+
+    def counted(self: FileStore, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        requests.append(len(buffers))
+        read(self, path, start, buffers)
+
+    monkeypatch.setattr(FileStore, "read_scattered", counted)
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    found["t4"] = torch.zeros(600_000)[::2]
+    load(str(tmp_path), {"m": found})
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert requests == [2 * len(sizes) - 1]  # tensors, and what lies between them

@@ -108,6 +108,16 @@ def test_a_read_fills_a_buffer_of_any_element_type(store: Store) -> None:
     assert bytes(buffer) == bytes(range(4, 12))
 
 
+def test_a_range_fills_several_buffers(store: Store) -> None:
+    content = os.urandom(3 * MB)
+    store.write("x", [content])
+    buffers = [bytearray(size) for size in (1, 0, MB + 7, 12, 2 * MB - 100)]
+    store.read_scattered("x", 5, [memoryview(buffer) for buffer in buffers])
+    assert b"".join(buffers) == content[5:][: sum(map(len, buffers))]
+    with pytest.raises(StoreError, match="x"):
+        store.read_scattered("x", 3 * MB - 20, [memoryview(bytearray(16)), memoryview(bytearray(5))])
+
+
 def test_reading_past_the_end_reports_where_the_object_ends(store: Store) -> None:
     store.write("short", [b"12345"])
     for start, length in [(0, 6), (4, 2), (5, 1), (9, 1)]:

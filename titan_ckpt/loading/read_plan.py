@@ -19,7 +19,7 @@ from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.loading.casts import count_changed
 from titan_ckpt.loading.policy import LoadPolicy, LoadReport, VerifyReads, is_judged_by_values, listed
 from titan_ckpt.loading.readers import LoadTimeoutError, Readers
-from titan_ckpt.loading.requests import Request, grouped, host_memory
+from titan_ckpt.loading.requests import Request, host_memory
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.placement import strides as row_major
 from titan_ckpt.state.state_dict import (
@@ -184,7 +184,7 @@ class ReadPlan:
 
     def _read(self, regions: list[Region], readers: Readers) -> None:
         requests = map(self.request, self.located(regions, readers))
-        readers.all([readers.read(group) for group in grouped(requests)])
+        readers.all(readers.read(requests))
 
     def judge_values(self) -> None:
         """LoadContractError for casts that would change values, if the policy asks for that."""

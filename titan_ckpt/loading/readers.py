@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from titan_ckpt.errors import CheckpointError
-from titan_ckpt.loading.requests import Request, fetch
+from titan_ckpt.loading.requests import Request, fetch, grouped
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.deadline import TimedCall
 
@@ -36,8 +36,11 @@ class Readers:
         for n in range(threads):
             threading.Thread(target=self._serve, name=f"titan-ckpt-load-{n}", daemon=True).start()
 
-    def read(self, group: list[Request]) -> Future[None]:
-        """Begin to read a group of requests."""
+    def read(self, requests: Iterable[Request]) -> list[Future[None]]:
+        """Begin to read all requests, neighbours together."""
+        return [self._read(group) for group in grouped(requests, self._store)]
+
+    def _read(self, group: list[Request]) -> Future[None]:
         first, names = group[0], dict.fromkeys(request.fqn for request in group)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         end = max(request.start + request.length for request in group)

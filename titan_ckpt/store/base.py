@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -132,6 +132,8 @@ def conditionally(
 class Store(ABC):
     """Bytes under one URL. Thread-safe. `str(store)` is the URL without secrets."""
 
+    is_scattering = False  # whether one request fills several buffers
+
     def __init__(self, url: str) -> None:
         self.url = url
         self._shown = redact(url)
@@ -149,6 +151,12 @@ class Store(ABC):
     @abstractmethod
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes of `path` from byte `start`. StoreError if the object is too short."""
+
+    def read_scattered(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after another, with the bytes of `path` from byte `start`. One request if `is_scattering`."""
+        for buffer in buffers:
+            self.read_into(path, start, buffer)
+            start += len(buffer)
 
     @abstractmethod
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:

@@ -63,6 +63,8 @@ class S3Store(Store):
     Credentials, region and endpoint come from `options` (see `S3Options`), the environment or the AWS config files.
     """
 
+    is_scattering = True
+
     def __init__(self, url: str, policy: RetryPolicy, options: S3Options | None = None) -> None:
         super().__init__(normalise(url))
         self._bucket, self._prefix = split_url(self.url)
@@ -77,6 +79,14 @@ class S3Store(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         """As `Store.read_into`. ReplacedError if the object is another one than at the first read since it was listed."""
         version, _ = self._read(path, start, buffer.cast("B"))
+        self._check_version(path, version)
+
+    def read_scattered(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """As `Store.read_scattered`, with the errors of `read_into`."""
+        version, _ = self._get_range(path, start, *(buffer.cast("B") for buffer in buffers))
+        self._check_version(path, version)
+
+    def _check_version(self, path: str, version: str) -> None:
         if self._first_read.setdefault(path, version) != version:
             raise ReplacedError(f"{self.where(path)}: was replaced since it was first read; open the checkpoint again")
 
@@ -151,19 +161,20 @@ class S3Store(Store):
             raise ReplacedError(f"{self.where(path)}: was replaced while it was being read; open the checkpoint again")
         return found.pop()
 
-    def _get_range(self, path: str, start: int, view: memoryview) -> tuple[str, int | None]:
-        """Fill `view` from byte `start`; returns the object's ETag and size."""
-        if len(view) == 0:
+    def _get_range(self, path: str, start: int, *views: memoryview) -> tuple[str, int | None]:
+        """Fill `views`, one after another, from byte `start`; returns the object's ETag and size."""
+        length = sum(map(len, views))
+        if length == 0:
             entry = self.stat(path)
             return entry.version, entry.size_bytes
 
         def get() -> tuple[str, int | None]:
-            wanted = f"bytes={start}-{start + len(view) - 1}"
+            wanted = f"bytes={start}-{start + length - 1}"
             answer = self._client.get_object(Bucket=self._bucket, Key=self._key(path), Range=wanted)
             try:
-                found = check_range(answer, start, len(view), self.where(path))
-                fill(view, answer["Body"])
-                check_checksum(answer, start, view)
+                found = check_range(answer, start, length, self.where(path))
+                fill(views, answer["Body"])
+                check_checksum(answer, start, views)
             except BaseException:
                 answer["Body"].close()
                 raise

@@ -87,28 +87,31 @@ def _promised(answer: Any, status: int) -> tuple[int, int, int | None]:
     return int(found[1]), int(found[2]), None if found[3] == "*" else int(found[3])
 
 
-def fill(view: memoryview, body: Any) -> None:
-    """Read a body of exactly the length of `view`."""
-    done = 0
-    while done < len(view):
-        count = body.readinto(view[done : done + READ_SLICE_BYTES])
-        if count == 0:
-            raise TransientStoreError(f"the connection closed after {done} of {len(view)} bytes")
-        done += count
-        heard()
+def fill(views: Sequence[memoryview], body: Any) -> None:
+    """Read a body of exactly the length of `views`, which are filled one after another."""
+    length, before = sum(map(len, views)), 0
+    for view in views:
+        done = 0
+        while done < len(view):
+            count = body.readinto(view[done : done + READ_SLICE_BYTES])
+            if count == 0:
+                raise TransientStoreError(f"the connection closed after {before + done} of {length} bytes")
+            done += count
+            heard()
+        before += done
     if body.read(1):
-        raise TransientStoreError(f"the answer goes on after the {len(view)} bytes that were requested")
+        raise TransientStoreError(f"the answer goes on after the {length} bytes that were requested")
 
 
-def check_checksum(answer: Any, start: int, data: memoryview) -> None:
-    """Compare `data` with the object's CRC-32, if the answer has it and `data` is the whole object."""
+def check_checksum(answer: Any, start: int, data: Sequence[memoryview]) -> None:
+    """Compare the CRC-32 of `data` with the object's, if the answer has it and `data` is the whole object."""
     headers = answer["ResponseMetadata"]["HTTPHeaders"]
-    expected = headers.get("x-amz-checksum-crc32", "")
-    is_whole = start == 0 and str(answer.get("ContentRange", f"/{len(data)}")).endswith(f"/{len(data)}")
+    expected, length = headers.get("x-amz-checksum-crc32", ""), sum(map(len, data))
+    is_whole = start == 0 and str(answer.get("ContentRange", f"/{length}")).endswith(f"/{length}")
     # "-N" or COMPOSITE: of the parts' checksums
     if not expected or "-" in expected or headers.get("x-amz-checksum-type") == "COMPOSITE" or not is_whole:
         return
-    if crc32_text(data) != expected:
+    if crc32_text(*data) != expected:
         raise TransientStoreError("the bytes that arrived do not match the object's CRC-32")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -113,9 +114,10 @@ def split_url(url: str) -> tuple[str, str]:
     return bucket, prefix
 
 
-def crc32_text(view: memoryview) -> str:
-    """The CRC-32 of a body in the form of `x-amz-checksum-crc32`."""
-    return base64.b64encode(crc32(view).to_bytes(4, "big")).decode("ascii")
+def crc32_text(*views: memoryview) -> str:
+    """The CRC-32 of a body, in one or more pieces, in the form of `x-amz-checksum-crc32`."""
+    found = functools.reduce(lambda value, view: crc32(view, value), views, 0)
+    return base64.b64encode(found.to_bytes(4, "big")).decode("ascii")
 
 
 def server_time_s(answer: Any) -> float:

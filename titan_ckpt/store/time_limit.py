@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
@@ -31,6 +31,7 @@ class _Guarded(Store):
     def __init__(self, inner: Store, work: _Work) -> None:
         super().__init__(inner.url)
         self._inner, self._work = inner, work
+        self.is_scattering = inner.is_scattering
 
     def _call(self, verb: str, path: str) -> Store:
         if self._work.is_given_up:
@@ -40,6 +41,9 @@ class _Guarded(Store):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         self._call("read", path).read_into(path, start, buffer)
+
+    def read_scattered(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self._call("read", path).read_scattered(path, start, buffers)
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         return self._call("read", path).read(path, start, length)

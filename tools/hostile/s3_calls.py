@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -54,6 +54,12 @@ def _read_into(store: S3Store, path: str, start: int, length: int) -> bytes:
     return bytes(buffer)
 
 
+def _read_scattered(store: S3Store, path: str, start: int, sizes: Sequence[int]) -> bytes:
+    buffers = [bytearray(size) for size in sizes]
+    store.read_scattered(path, start, [memoryview(buffer) for buffer in buffers])
+    return b"".join(buffers)
+
+
 def _opened(store: S3Store) -> list[bytes]:
     with store.opened("large") as read:
         return [read(0, 100), read(5000, 100)]
@@ -78,6 +84,7 @@ CALLS = [
     Call("read an odd name", lambda store: store.read(ODD), b"odd"),
     Call("read nothing", lambda store: store.read("empty"), b""),
     Call("read into", lambda store: _read_into(store, "small", 3, 200), SMALL[3:203]),
+    Call("read scattered", lambda store: _read_scattered(store, "large", 3, (5, 1, PART_BYTES - 9)), LARGE[3 : PART_BYTES]),
     Call("read many parts into", lambda store: _read_into(store, "large", 7, 5 * PART_BYTES), LARGE[7 : 7 + 5 * PART_BYTES]),
     Call("opened", _opened, [LARGE[:100], LARGE[5000:5100]]),
     Call("stat", lambda store: (store.stat("small").path, store.stat("small").size_bytes), ("small", len(SMALL))),

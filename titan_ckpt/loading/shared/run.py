@@ -21,7 +21,6 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.loading.policy import is_judged_by_values
 from titan_ckpt.loading.read_plan import ReadPlan, Region, reading
 from titan_ckpt.loading.readers import Readers
-from titan_ckpt.loading.requests import grouped
 from titan_ckpt.loading.shared.agreement import GRACE_S, Agreement, UnsentError
 from titan_ckpt.loading.shared.landing import Landing
 from titan_ckpt.loading.shared.shares import PART, Batch, Parts, assign, part_row
@@ -150,12 +149,12 @@ class _Run:
             batch = self._own.popleft()
             landing = self._landing(batch)
             requests = map(self._plan.request, landing.inside())
-            self._begun[batch.number] = (landing, [self._readers.read(group) for group in grouped(requests)])
+            self._begun[batch.number] = (landing, self._readers.read(requests))
             self._ahead_bytes += len(landing.memory)
         if not self._own and not self._has_begun_alone:
             self._has_begun_alone = True
             requests = map(self._plan.request, [self._regions[n] for n in self._alone_items])
-            self._alone = [self._readers.read(group) for group in grouped(requests)]
+            self._alone = self._readers.read(requests)
 
     def _await_alone(self) -> None:
         self._readers.all(self._alone)
