@@ -2,8 +2,8 @@
 
 The world is one `arange(world).view(pp, dp_replicate, dp_shard, cp, ep, tp)`; a slice along an axis is a group. Weights are
 sharded over dp_shard, cp and ep together, so those are one dimension of the mesh, named by the axes it folds ("dp_shard+cp").
-Dimensions of degree 1 are left out, except the one FSDP shards over. Experts are cut by ep and sharded over dp_shard and cp: they
-have a second mesh of the same ranks.
+Dimensions of degree 1 are left out, except the one FSDP shards over. Experts are cut by ep, or by cp and ep together, and sharded
+over dp_shard and what is left of cp: they have a second mesh of the same ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from titan_ckpt.sharding.mesh import FOLD, MeshSpec
 
 DATA_AXES = "dp_replicate+dp_shard+ep"  # ranks that read different samples
 FSDP_AXES = "dp_shard+cp+ep"  # ranks that FSDP divides a weight over
+EP_OVER_CP = "cp+ep"  # ranks that divide the experts where they are all those of cp, and maybe some of dp_shard
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
@@ -34,7 +35,7 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 class RankMesh:
     """The mesh as one rank sees it. `device_mesh` has the dimensions that weights are placed on, and pp.
 
-    `expert_mesh` has those that experts are placed on, None without expert parallelism.
+    `expert_mesh` has those that experts are placed on, None without expert parallelism; `expert_axes` is the one that cuts them.
     """
 
     spec: MeshSpec
@@ -44,6 +45,7 @@ class RankMesh:
     fsdp_axis: str
     cp_group: dist.ProcessGroup | None
     expert_mesh: DeviceMesh | None = None
+    expert_axes: str = "ep"
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -72,7 +74,7 @@ class RankMesh:
         """As `fsdp_mesh`, for experts."""
         assert self.expert_mesh is not None
         names = self.expert_mesh.mesh_dim_names or ()
-        return self.expert_mesh[tuple(a for a in names if a not in ("pp", "ep", "tp"))]
+        return self.expert_mesh[tuple(a for a in names if a not in ("pp", self.expert_axes, "tp"))]
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """The process groups of all dimensions."""
@@ -90,15 +92,22 @@ class RankMesh:
         return self.device_mesh.mesh_dim_names or ()
 
 
-def init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
-    """Build the process groups; collective. Initialises torch.distributed itself on a mesh of one rank."""
+def init_rank_mesh(spec: MeshSpec, device: torch.device, *, expert_axes: str = "ep") -> RankMesh:
+    """Build the process groups; collective. Initialises torch.distributed itself on a mesh of one rank.
+
+    `expert_axes`: the ranks that divide the experts, `ep` or `EP_OVER_CP`.
+    """
     with one_thread_groups():
-        return _init_rank_mesh(spec, device)
+        return _init_rank_mesh(spec, device, expert_axes)
 
 
-def _init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
+def _init_rank_mesh(spec: MeshSpec, device: torch.device, expert_axes: str) -> RankMesh:
     _ensure_process_group(spec, device)
-    fsdp_axis = _folded(spec, FSDP_AXES)
+    fsdp_axis = _folded(spec, FSDP_AXES, but=expert_axes)
+    expert_mesh = None
+    if spec.degree(expert_axes) > 1:
+        left = "dp_shard" if expert_axes == EP_OVER_CP else "dp_shard+cp"
+        expert_mesh = _device_mesh(spec, device, _folded(spec, left, but=expert_axes), expert_axes)
     return RankMesh(
         spec=spec,
         rank=dist.get_rank(),
@@ -106,14 +115,16 @@ def _init_rank_mesh(spec: MeshSpec, device: torch.device) -> RankMesh:
         device_mesh=_device_mesh(spec, device, fsdp_axis),
         fsdp_axis=fsdp_axis,
         cp_group=_axis_group(spec, "cp") if spec.degree("cp") > 1 else None,
-        expert_mesh=_device_mesh(spec, device, _folded(spec, "dp_shard+cp"), "ep") if spec.degree("ep") > 1 else None,
+        expert_mesh=expert_mesh,
+        expert_axes=expert_axes,
     )
 
 
-def _folded(spec: MeshSpec, axes: str) -> str:
-    """Those of the axes that have more than one rank, as one dimension; never `ep` alone, which is how experts are cut."""
+def _folded(spec: MeshSpec, axes: str, *, but: str) -> str:
+    """Those of the axes that have more than one rank, as one dimension; not those of `but` alone, which cut experts."""
     found = [axis for axis in axes.split(FOLD) if spec.degree(axis) > 1]
-    return FOLD.join(found if found != ["ep"] else ("dp_shard", "ep")) or "dp_shard"
+    is_taken = found == [axis for axis in but.split(FOLD) if spec.degree(axis) > 1]
+    return FOLD.join(["dp_shard", *found] if is_taken else found) or "dp_shard"
 
 
 def _device_mesh(spec: MeshSpec, device: torch.device, *sharding: str) -> DeviceMesh:

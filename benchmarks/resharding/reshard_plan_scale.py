@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
@@ -19,13 +19,12 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, ChunkTable, FileEntry, Manifest, TensorEntry
 from titan_ckpt.format.names import data_file
 from titan_ckpt.resharding.estimate import estimate_reshard
-from titan_ckpt.resharding.placement_rules import FSDP_AXES, tensor_parallel
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
-from titan_ckpt.resharding.target import TargetPlacement, lay_out
+from titan_ckpt.resharding.target import Placer, lay_out
 from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, stage_table
-from titan_ckpt.sharding.placement import Shape, Shard
+from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.store.local import FileStore
 from tools.report import Measurement, write_section
 
@@ -62,29 +61,27 @@ def parameters() -> Iterator[tuple[str, Shape]]:
     yield "lm_head.weight", (VOCABULARY, DIM)
 
 
-def state() -> Iterator[tuple[str, Shape]]:
-    """The model and its Adam state."""
-    for fqn, shape in parameters():
+def with_adam(parameters: Iterable[tuple[str, Shape]]) -> Iterator[tuple[str, Shape]]:
+    """A model and its Adam state."""
+    for fqn, shape in parameters:
         yield f"model.{fqn}", shape
         yield f"optimizer.state.{fqn}.exp_avg", shape
         yield f"optimizer.state.{fqn}.exp_avg_sq", shape
         yield f"optimizer.state.{fqn}.step", ()
 
 
-def source(mesh: MeshSpec) -> Checkpoint:
-    """The index of a checkpoint as a trainer on `mesh` would have saved it."""
-    spec = PipelineSpec(num_layers=LAYERS, layers_per_stage=None)
+def source(mesh: MeshSpec, state: Iterable[tuple[str, Shape]], layers: int) -> Checkpoint:
+    """The index of a checkpoint of such tensors, in float32, as a trainer on `mesh` would have saved it."""
+    spec = PipelineSpec(num_layers=layers, layers_per_stage=None)
     stages = stage_table(spec, mesh.degree("pp")) if mesh.degree("pp") > 1 else None
-    tensors = []
-    for fqn, shape in state():
-        entry = TensorEntry(
+    placer = Placer(source=None, target=mesh, stages=stages)
+    entries = [
+        TensorEntry(
             fqn=fqn, dtype="float32", global_shape=shape, placements=None, stages=None, first_chunk=0, num_chunks=0
-        )  # fmt: skip
-        table = tensor_parallel(fqn) if shape else {}
-        placements = {**(table or {}), FSDP_AXES: Shard(0)} if shape else {}
-        where = stages.coordinates(fqn) if stages else None
-        tensors.append((entry, TargetPlacement(placements=placements, stages=where, origins=frozenset())))
-    target = lay_out(tensors, [], mesh, data_file(ATTEMPT, 0))
+        )
+        for fqn, shape in sorted(state)
+    ]  # fmt: skip
+    target = lay_out([(entry, placer.place(entry)) for entry in entries], [], mesh, data_file(ATTEMPT, 0))
     sizes = target.file_bytes().tolist()
     files = tuple(FileEntry(path=data_file(ATTEMPT, r), size_bytes=s, digest=None) for r, s in enumerate(sizes))
     table_columns = target.table
@@ -105,7 +102,11 @@ def source(mesh: MeshSpec) -> Checkpoint:
 def measure(name: str) -> dict[str, object]:
     """Run one case in this process."""
     before, after = (MeshSpec.parse(text) for text in CASES[name])
-    checkpoint = source(before)
+    return {"case": name} | plan_facts(source(before, with_adam(parameters()), LAYERS), after)
+
+
+def plan_facts(checkpoint: Checkpoint, after: MeshSpec) -> dict[str, object]:
+    """Plan the reshard of a checkpoint: seconds, counts and the peak memory of this process."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, processor = time.perf_counter(), time.process_time()
     plan = plan_reshard(checkpoint, after)
@@ -114,8 +115,7 @@ def measure(name: str) -> dict[str, object]:
     grouped = time.perf_counter()
     facts = estimate_reshard(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     return {
-        "case": name,
-        "source": str(before),
+        "source": str(checkpoint.manifest.mesh),
         "target": str(after),
         "source_chunks": len(checkpoint.manifest.chunks),
         "target_chunks": len(plan.target.rank),

@@ -85,16 +85,33 @@ def _qwen3_moe_problem(spec: ModelSpec) -> str | None:
     return _qwen3_problem(spec) or qwen3_moe_problem(spec)
 
 
-_DEEPSEEK_DEFAULTS = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
 _SWIGLU = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight", "mlp.experts.{}.down_proj.weight")
+
+
+def _deepseek(
+    name: str, architecture: str, check: Callable[[ModelSpec], str | None], defaults: Mapping[str, Any]
+) -> HfFamily:
+    """A family of DeepSeek's, with the `defaults` that are its own."""
+    attention = {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    }
+    return HfFamily(
+        name=name,
+        architecture=architecture,
+        defaults={**attention, **defaults},
+        check=check,
+        router="mlp.gate.weight",
+        experts=_SWIGLU,
+        expert_keys=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    )
+
+
 FAMILIES = {
     "llama": HfFamily(
         name="llama",
@@ -182,11 +199,11 @@ FAMILIES = {
         experts=_SWIGLU,
         expert_keys=("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
-    "deepseek_v2": HfFamily(
-        name="deepseek_v2",
-        architecture="DeepseekV2ForCausalLM",
-        defaults=_DEEPSEEK_DEFAULTS
-        | {
+    "deepseek_v2": _deepseek(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        deepseek_v2_problem,
+        {
             "max_position_embeddings": 2048,
             "n_routed_experts": 64,
             "n_shared_experts": 2,
@@ -197,16 +214,12 @@ FAMILIES = {
             "topk_method": "greedy",
             "scoring_func": "softmax",
         },
-        check=deepseek_v2_problem,
-        router="mlp.gate.weight",
-        experts=_SWIGLU,
-        expert_keys=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
-    "deepseek_v3": HfFamily(
-        name="deepseek_v3",
-        architecture="DeepseekV3ForCausalLM",
-        defaults=_DEEPSEEK_DEFAULTS
-        | {
+    "deepseek_v3": _deepseek(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        deepseek_v3_problem,
+        {
             "max_position_embeddings": 4096,
             "n_routed_experts": 256,
             "n_shared_experts": 1,
@@ -220,10 +233,6 @@ FAMILIES = {
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
         },
-        check=deepseek_v3_problem,
-        router="mlp.gate.weight",
-        experts=_SWIGLU,
-        expert_keys=("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"),
     ),
     "gpt_oss": HfFamily(
         name="gpt_oss",

@@ -32,7 +32,7 @@ from titan_ckpt.trainer.model.experts import (
     looped_product,
 )
 from titan_ckpt.trainer.model.plan import plan_of
-from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
+from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, expert_axes, mesh_spec
 from tools.paths import CONFIGS
 from tools.rank_pool import RankPool
 from tools.training.curves import (
@@ -274,8 +274,32 @@ def test_ep_without_experts_or_ranks_is_refused() -> None:
     two = ParallelConfig(ep=2)
     with pytest.raises(ConfigError, match=r"ModelSpec.experts is empty, so ep=2 has nothing to divide"):
         check_fits(decoder(SMALL), two, mesh_spec(two, 2), seq_len=48, microbatch_size=8)
-    with pytest.raises(ConfigError, match=r"ep 3 does not divide dp_shard 4"):
+    with pytest.raises(ConfigError, match=r"ep 3 does not divide dp_shard 4: the ranks of ep"):
         mesh_spec(ParallelConfig(ep=3), 4)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "spec", "axes"),
+    [
+        (mesh(ep=2, cp=2), 4, "cp=2,ep=2", "ep"),  # of dp_shard, where that divides
+        (mesh(ep=4, cp=2), 4, "cp=2,ep=2", "cp+ep"),
+        (mesh(ep=4, cp=4), 4, "cp=4", "cp+ep"),
+        (mesh(ep=4, cp=2), 16, "dp_shard=2,cp=2,ep=4", "ep"),
+        (mesh(ep=4, cp=2, dp_replicate=2), 8, "dp_replicate=2,cp=2,ep=2", "cp+ep"),
+    ],
+)
+def test_ep_takes_ranks_of_dp_shard_then_those_of_cp(
+    parallel: ParallelConfig, world: int, spec: str, axes: str
+) -> None:
+    found = mesh_spec(parallel, world)
+    assert (str(found), expert_axes(parallel, found)) == (spec, axes)
+    assert found.degree(axes) == parallel.ep
+
+
+@pytest.mark.parametrize(("ep", "cp", "world"), [(2, 4, 4), (16, 2, 8), (3, 2, 4), (0, 2, 4), (-2, 2, 4)])
+def test_ep_over_a_part_of_cp_is_refused(ep: int, cp: int, world: int) -> None:
+    with pytest.raises(ConfigError, match=rf"ep {ep} does not divide dp_shard .*, nor is it cp {cp} x what divides"):
+        mesh_spec(ParallelConfig(ep=ep, cp=cp, dp_shard=world // cp), world)
 
 
 def test_modules_named_as_experts_must_have_one_number_of_them() -> None:
@@ -320,6 +344,9 @@ def test_the_estimate_divides_experts_by_ep_and_not_by_tp() -> None:
     experts = 8 * 3 * 256 * 192 * 8  # layers, matrices, sizes, experts
     assert by_tp.memory.parameters == 4 * ((whole.num_parameters - experts) / 4 + experts)
     assert [t.name for t in by_ep.traffic if t.name.startswith("EP")] == ["EP all-to-all"]
+    over_cp = estimate("mesh.ep=4", "mesh.cp=4")
+    assert (over_cp.memory.parameters, over_cp.memory.gathered) == (by_ep.memory.parameters, by_ep.memory.gathered)
+    assert "EP all-to-all" in [t.name for t in over_cp.traffic]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
+from titan_ckpt.resharding.reshard import plan_reshard
+from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.trainer.parallel.config import ParallelConfig
 from tools.rank_pool import RankPool
@@ -20,14 +22,18 @@ MESHES = {
     "dp_shard=2,ep=2": ParallelConfig(dp_shard=4, ep=2),
     "ep=2,tp=2": ParallelConfig(dp_shard=2, ep=2, tp=2),
     "pp=2,ep=2": ParallelConfig(pp=2, dp_shard=2, ep=2),
+    "cp=2,ep=2": ParallelConfig(cp=2, dp_shard=2, ep=4),  # over cp too
 }
 PAIRS = [
     ("dp_shard=2,ep=2", "dp_shard=4"),
     ("dp_shard=4", "ep=2,tp=2"),
     ("pp=2,ep=2", "dp_shard=2,ep=2"),
     ("dp_shard=2,ep=2", "pp=2,ep=2"),
+    ("pp=2,ep=2", "cp=2,ep=2"),
+    ("cp=2,ep=2", "dp_shard=2,ep=2"),
 ]
 EXPERTS = "model.model.layers.1.mlp.experts.gate_up_proj"
+PROJECTION = "model.model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +62,9 @@ def test_experts_are_stored_once_and_cut_by_expert(sources: dict[str, str]) -> N
     manifest = open_checkpoint(sources["dp_shard=2,ep=2"]).manifest
     entry = manifest.by_fqn[EXPERTS]
     assert entry.placements == {"ep": Shard(0), "dp_shard": Shard(0)}
-    assert entry.global_shape == (6, 56, 64)
+    assert entry.global_shape == (8, 56, 64)
     assert entry.num_chunks == 4
-    assert manifest.by_fqn["model.model.layers.1.self_attn.q_proj.weight"].placements == {"dp_shard+ep": Shard(0)}
+    assert manifest.by_fqn[PROJECTION].placements == {"dp_shard+ep": Shard(0)}
 
 
 def test_an_offline_layout_is_that_of_the_trainer(sources: dict[str, str], tmp_path: Path) -> None:
@@ -81,3 +87,17 @@ def test_inspect_shows_how_experts_are_cut(sources: dict[str, str], capsys: pyte
     shown = capsys.readouterr().out
     assert EXPERTS in shown
     assert "ep:0" in shown
+
+
+def test_experts_over_cp_and_fsdp_are_cut_by_both(sources: dict[str, str]) -> None:
+    manifest = open_checkpoint(sources["cp=2,ep=2"]).manifest
+    assert manifest.by_fqn[EXPERTS].placements == {"cp+ep": Shard(0), "dp_shard": Shard(0)}
+    assert manifest.by_fqn[EXPERTS].num_chunks == 4
+    assert manifest.by_fqn[PROJECTION].placements == {"dp_shard+cp+ep": Shard(0)}
+
+
+def test_experts_over_cp_are_laid_out_by_ep_elsewhere(sources: dict[str, str]) -> None:
+    plan = plan_reshard(open_checkpoint(sources["cp=2,ep=2"]), MeshSpec.parse("dp_shard=2,cp=2,ep=4"))
+    placements = {entry.fqn: entry.placements for entry in plan.target.tensors}
+    assert placements[EXPERTS] == {"ep": Shard(0), "dp_shard+cp": Shard(0)}
+    assert placements[PROJECTION] == {"dp_shard+cp+ep": Shard(0)}

@@ -21,6 +21,7 @@ from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard
 from titan_ckpt.sharding.repeating_columns import Column, Int64s, SharedColumn
 
 _FSDP = ("dp_shard", "cp", FSDP_AXES, "dp_shard+ep", "cp+ep", f"{FSDP_AXES}+ep")  # `ep` alone is how experts are cut
+_EP_OVER_CP = "cp+ep"  # beside dp_shard: how the trainer cuts experts over all ranks of cp; alone: FSDP's
 _ROLES = ("model.", "optimizer.state.")
 
 
@@ -70,6 +71,7 @@ class Placer:
             return TargetPlacement(placements=rule, stages=stages, origins=frozenset({CutOrigin.RULE}))
         if not entry.global_shape or not is_parameter:
             return TargetPlacement(placements={}, stages=stages, origins=frozenset({CutOrigin.RECORDED}))
+        entry = _with_own_ep(entry)
         experts = self._model_axis(entry, "ep")
         fsdp_axes = self._fsdp_axes(are_experts=experts.shard is not None)
         cuts = [self._model_axis(entry, "tp"), experts, self._fsdp(entry, fsdp_axes)]
@@ -125,6 +127,14 @@ class Placer:
         recorded = [fsdp_axes if axes in _FSDP else axes for axes in entry.placements or {}]
         order = sorted(dims, key=lambda axes: recorded.index(axes) if axes in recorded else -1)
         return {axes: dims[axes] for axes in (order if len(recorded) > 1 else dims)}
+
+
+def _with_own_ep(entry: TensorEntry) -> TensorEntry:
+    """`entry` with experts that were cut over cp and ep as if cut by ep: on another mesh, `ep` is an axis of its own."""
+    placements = entry.placements or {}
+    if _EP_OVER_CP not in placements or "dp_shard" not in placements:
+        return entry
+    return replace(entry, placements={"ep" if axes == _EP_OVER_CP else axes: cut for axes, cut in placements.items()})
 
 
 def stages_for(manifest: Manifest, mesh: MeshSpec, *, stages_per_rank: int | None = None) -> StageTable | None:

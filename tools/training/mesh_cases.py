@@ -40,6 +40,8 @@ EXPERT_MESHES = {
     "ep x tp": mesh(ep=2, tp=2),
     "ep x zbv": mesh(ep=2, pp=2, pp_schedule="ZBVZeroBubble"),
     "ep x ring": mesh(ep=2, cp=2),
+    "ep over the ring": mesh(cp=4, ep=4),
+    "ep over cp and fsdp": mesh(cp=2, ep=4, cp_method="all_gather"),
     "ep x recomputed": mesh(ep=2, activation_checkpoint="full"),
 }
 

@@ -34,7 +34,7 @@ from tools.training.curves import SMALL
 # Sizes not divisible by 4, so that shards are uneven.
 MODEL = replace(SMALL, vocab_size=130, ffn_dim=98)
 EXPERTS = ExpertsConfig(
-    number=6, per_token=2, ffn_dim=28, scores="sigmoid", correction_bias=True, groups=2, shared=1, dense_layers=1
+    number=8, per_token=2, ffn_dim=28, scores="sigmoid", correction_bias=True, groups=2, shared=1, dense_layers=1
 )
 MIXTURE = replace(MODEL, family="qwen3_moe", qk_norm=True, experts=EXPERTS)
 SPECS = {False: decoder(MODEL), True: decoder(MIXTURE)}

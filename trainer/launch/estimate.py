@@ -215,12 +215,12 @@ def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float
         return 0.0
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
-    layer = _block_parameters(model).over_model(mesh)
+    layer = _block_parameters(model).over_model(parallel)
     if parallel.reshard_after_forward == "never" and mesh.degree("pp") == 1:
-        return weights.over_model(mesh) * width + layer * (width + reduce)
+        return weights.over_model(parallel) * width + layer * (width + reduce)
     if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
         # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
-        return weights.over_model(mesh) * (width + reduce) + layer * reduce
+        return weights.over_model(parallel) * (width + reduce) + layer * reduce
     # Embedding and head stay; two blocks (one ahead); a block's gradient, and the float32 copy that is reduced.
     return ends * width * 2 + 2 * layer * width + layer * (width + reduce)
 
@@ -310,7 +310,7 @@ def _traffic(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> list[C
         found.append(
             CollectiveTraffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro)
         )
-    if mesh.degree("ep") > 1 and model.experts is not None:
+    if parallel.ep > 1 and model.experts is not None:
         passes = 6 if parallel.activation_checkpoint == "full" else 4
         calls = runs * micro * (model.n_layers - model.dense_layers) // pp * passes
         rows = hidden * model.experts.per_token / (tp if parallel.sequence_parallel else 1)
@@ -340,7 +340,7 @@ def _data_parallel_traffic(
     """What FSDP and HSDP move in one optimizer step of `runs` accumulated batches."""
     parallel = config.mesh
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
-    pp, mine = mesh.degree("pp"), weights.over_model(mesh)
+    pp, mine = mesh.degree("pp"), weights.over_model(parallel)
     fsdp = mesh.degree(FSDP_AXES)
     layers = config.model.n_layers // pp
     found = []

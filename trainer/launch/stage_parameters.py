@@ -21,9 +21,9 @@ class Parameters:
     all: int
     of_experts: int
 
-    def over_model(self, mesh: MeshSpec) -> float:
+    def over_model(self, parallel: ParallelConfig) -> float:
         """Those of one rank of tp and ep."""
-        return (self.all - self.of_experts) / mesh.degree("tp") + self.of_experts / mesh.degree("ep")
+        return (self.all - self.of_experts) / parallel.tp + self.of_experts / parallel.ep
 
     def sharded(self, mesh: MeshSpec) -> float:
         """Those of one rank, with FSDP."""

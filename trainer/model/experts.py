@@ -9,6 +9,7 @@ G groups of experts.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -190,7 +191,7 @@ class Router(nn.Module):
         return counts_BE * number / counts_BE.sum(dim=1, keepdim=True)
 
 
-class _Experts(nn.Module):
+class _Experts(nn.Module, ABC):
     """Feed-forwards, one for each expert, in weights that transformers' modules have too: [E, ...].
 
     A rank may have only some of the experts: then `exchange` is set.
@@ -212,9 +213,9 @@ class _Experts(nn.Module):
         )
         return permuted(y_ND, inverse(order_N))
 
+    @abstractmethod
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, through their experts."""
-        raise NotImplementedError
 
 
 class Experts(_Experts):

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, stage_layers
+from titan_ckpt.trainer.device_mesh import EP_OVER_CP
 from titan_ckpt.trainer.model.plan import Plan, check_stages, check_tensor_cuts, plan_of
 from titan_ckpt.trainer.model.stages import BlockRange
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -35,7 +36,7 @@ class ParallelConfig:
     dp_shard: int = -1  # FSDP2: ranks that divide the weights; -1: all that are left
     cp: int = 1  # context parallel: ranks that divide a sequence
     tp: int = 1  # tensor parallel: ranks that divide each matrix
-    ep: int = 1  # expert parallel: ranks of dp_shard that divide the experts of a mixture
+    ep: int = 1  # expert parallel: ranks of dp_shard, or of cp and dp_shard, that divide the experts of a mixture
 
     pp_schedule: PipelineSchedule = "1F1B"  # order of forwards and backwards
     pp_layers_per_stage: tuple[int, ...] = ()  # empty: an even split
@@ -66,10 +67,14 @@ class ParallelConfig:
 
 
 def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
-    """The mesh of `world_size` ranks with these degrees. The ranks of `ep` are some of dp_shard's; in the mesh, an own axis.
+    """The mesh of `world_size` ranks with these degrees. Those ranks of dp_shard that divide the experts are an own axis, `ep`.
+
+    Where ep does not divide dp_shard, the ranks of cp divide the experts too: `expert_axes`.
 
     >>> str(mesh_spec(ParallelConfig(pp=2, tp=2), 16)), str(mesh_spec(ParallelConfig(ep=4), 8))
     ('pp=2,dp_shard=4,tp=2', 'dp_shard=2,ep=4')
+    >>> str(mesh_spec(ParallelConfig(cp=2, ep=8), 8))
+    'cp=2,ep=4'
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
     if degrees["dp_shard"] == -1:
@@ -83,11 +88,26 @@ def mesh_spec(parallel: ParallelConfig, world_size: int) -> MeshSpec:
         raise ConfigError(
             f"{_product(degrees)}, but there are {world_size} ranks; set dp_shard=-1 to take what is left"
         )
-    if parallel.ep < 1 or degrees["dp_shard"] % parallel.ep:
-        raise ConfigError(
-            f"ep {parallel.ep} does not divide dp_shard {degrees['dp_shard']}: the ranks of ep are some of dp_shard's"
-        )
-    return MeshSpec.of(degrees | {"dp_shard": degrees["dp_shard"] // parallel.ep, "ep": parallel.ep})
+    ep = _of_dp_shard(parallel.ep, degrees["dp_shard"], degrees["cp"])
+    return MeshSpec.of(degrees | {"dp_shard": degrees["dp_shard"] // ep, "ep": ep})
+
+
+def _of_dp_shard(ep: int, dp_shard: int, cp: int) -> int:
+    """How many ranks of dp_shard are in a group of `ep`: all of it, or those that are left after all ranks of cp."""
+    if ep >= 1 and not dp_shard % ep:
+        return ep
+    if ep >= 1 and not ep % cp and not dp_shard % (ep // cp):
+        return ep // cp
+    raise ConfigError(
+        f"ep {ep} does not divide dp_shard {dp_shard}"
+        + (f", nor is it cp {cp} x what divides dp_shard" if cp > 1 else "")
+        + ": the ranks of ep are some of dp_shard's, or all of cp's with some of dp_shard's"
+    )
+
+
+def expert_axes(parallel: ParallelConfig, mesh: MeshSpec) -> str:
+    """The axes of the mesh whose ranks divide the experts."""
+    return "ep" if mesh.degree("ep") == parallel.ep else EP_OVER_CP
 
 
 def check_fits(
@@ -101,7 +121,7 @@ def check_fits(
     _check_sequence(spec, parallel, mesh, seq_len)
     _check_pipeline(plan, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
-    _check_experts(plan, parallel, mesh)
+    _check_experts(plan, parallel)
     _check_float8_skip(plan, parallel)
     if parallel.float8 != "none":
         samples = microbatch_size // num_microbatches(parallel, mesh)
@@ -236,8 +256,8 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         )
 
 
-def _check_experts(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> None:
-    spec, ep = plan.spec, mesh.degree("ep")
+def _check_experts(plan: Plan, parallel: ParallelConfig) -> None:
+    spec, ep = plan.spec, parallel.ep
     if ep > 1 and not plan.experts:
         raise ConfigError(f"{spec.name}: ModelSpec.experts is empty, so ep={ep} has nothing to divide; set mesh.ep = 1")
     for fqn in plan.experts:

@@ -57,9 +57,11 @@ def fill_normal(parameter: Tensor, fqn: str, std: float, seed: int, mesh: MeshSp
 
 
 def local_box(tensor: Tensor, mesh: MeshSpec, place: Mapping[str, int]) -> Box:
-    """The box of the global tensor on this rank; tp or ep shards first, FSDP then shards the result."""
+    """The box of the global tensor on this rank. The last dimension of the mesh shards first, tp or that of experts; FSDP then
+    shards the result.
+    """
     cuts = cut_axes(tensor)
-    ordered = {axes: Cut(cuts[axes]) for axes in sorted(cuts, key=lambda axes: axes not in ("tp", "ep"))}
+    ordered = {axes: Cut(cuts[axes]) for axes in reversed(cuts)}
     return box_at(tuple(tensor.shape), ordered, mesh, place)
 
 

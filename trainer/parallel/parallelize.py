@@ -22,7 +22,7 @@ from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss
 from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.model.stages import BlockRange, blocks_of, build_stage, here, named_weights, tie
-from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges, stages_of_rank
+from titan_ckpt.trainer.parallel.config import ParallelConfig, expert_axes, layer_ranges, stages_of_rank
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
 from titan_ckpt.trainer.parallel.experts import set_balance, shard_experts
 from titan_ckpt.trainer.parallel.initialize import fill
@@ -54,7 +54,7 @@ def build_parallel_model(
     `loss` replaces the spec's; `metrics` are computed with it where there are no gradients. `extend` adds modules to a stage on
     the meta device; it returns the FQNs whose gradients are partial over tp.
     """
-    ranks = init_rank_mesh(mesh, device)
+    ranks = init_rank_mesh(mesh, device, expert_axes=expert_axes(parallel, mesh))
     model = _build(spec, parallel, ranks, seed=seed, losses=(loss or spec.loss, *metrics), extend=extend)
     is_cut = parallel.sequence_parallel
     for part in model.parts:
@@ -122,7 +122,7 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
         )  # fmt: skip
         partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
     if ranks.expert_mesh is not None:
-        shard_experts(part, plan, ranks.expert_mesh["ep"])
+        shard_experts(part, plan, ranks.expert_mesh[ranks.expert_axes])
     if tp_mesh is not None or ranks.expert_mesh is not None:
         compute_on_shards(part, but=plan.blocks if parallel.compile else ())
     apply_activation_checkpointing({plan.blocks.index(fqn): block for fqn, block in blocks.items()}, parallel)
