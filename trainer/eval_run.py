@@ -24,6 +24,8 @@ _DEGREES = {
     "dp_shard": -1,
     "cp": 1,
     "tp": 1,
+    "ep": 1,
+    "async_tp": False,
     "pp_layers_per_stage": [],
     "cpu_offload": False,
 }

@@ -99,6 +99,12 @@ def test_families_train_on_meshes_as_in_one_process(ranks: RankPool, model: Mode
     check_curve(ranks, CurveCase(model=model, balance=balance, parallel=EXPERT_MESHES[name], steps=2))
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["ep over cp and fsdp", "ep x tp"])
+def test_muon_of_each_expert_is_that_of_one_process(ranks: RankPool, name: str) -> None:
+    check_curve(ranks, CurveCase(model=MIXTURE, parallel=EXPERT_MESHES[name], rule="muon", steps=3))
+
+
 def check_curve(ranks: RankPool, run: CurveCase) -> None:
     curves = ranks.run(train, run)
     assert all(curve == curves[0] for curve in curves), "ranks disagree"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.training_runs import read_events, train
+from tests.support.training_runs import read_events, train, train_arguments
 from titan_ckpt.cli.main import main
 from tools.paths import ROOT
+from tools.ports import HOST, free_port
 
 SETS = ("train.steps=2", "validation.fraction=0.02", "validation.every=2", "validation.samples=4", "log.progress=false")
 
@@ -45,6 +49,31 @@ def test_a_checkpoint_has_the_numbers_of_its_run(
     assert more["sets"]["page"]["tokens"] > 0
     assert main(["eval", str(run), "--set", "validation.fraction=0.0"]) == 2
     assert "there is nothing to evaluate" in capsys.readouterr().err
+
+
+@pytest.mark.dist
+def test_ranks_that_found_different_steps_evaluate_one(
+    cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixture = ("model.family=qwen3_moe", "model.qk_norm=true", "model.experts={number=4, per_token=2, ffn_dim=32}")
+    sets = [*SETS, *mixture, "mesh.ep=2", "save.every=1"]
+    assert main([*train_arguments(cache, tmp_path / "run", *sets), "--nproc", "2"]) == 0
+    first, last = (_evaluated(capsys, f"{tmp_path / 'run'}@{step}") for step in (1, 2))  # one process has no ep
+    assert first["sets"] != last["sets"]
+    rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    words = [sys.executable, "-m", "titan_ckpt", "eval", "--json"]
+    ranks = [
+        subprocess.Popen(
+            [*words, f"{tmp_path / 'run'}@{2 - rank}"],
+            env=os.environ | rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    found = json.loads(answers[0])["sets"]["held out"]
+    assert found == pytest.approx(last["sets"]["held out"], rel=1e-5)
 
 
 def test_sets_are_added_at_any_time_and_averages_must_be_there(

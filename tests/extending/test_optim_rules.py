@@ -21,7 +21,7 @@ from titan_ckpt.trainer.parallel.optimizer import GroupConfig, OptimizerConfig, 
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from titan_ckpt.trainer.seams.boundary import OwnCodeError
-from tools.training.curves import SMALL
+from tools.training.curves import GPT_OSS, SMALL
 
 CPU = torch.device("cpu")
 
@@ -54,6 +54,43 @@ def test_muon_equals_torchs_own(model: Parallelized, scale: Any) -> None:
     assert len(matrices) == 4 * 7
     assert all(torch.equal(weights[fqn], copy) for fqn, copy in copies.items())
     assert "state.model.embed_tokens.weight.exp_avg" in ours.state()
+
+
+@pytest.fixture
+def clamped() -> Iterator[Parallelized]:
+    yield build_parallel_model(decoder(GPT_OSS), ParallelConfig(), MeshSpec(), device=CPU, seed=0)
+    dist.destroy_process_group()
+
+
+def test_muon_of_experts_is_torchs_own_of_each(clamped: Parallelized) -> None:
+    weights = clamped.named_parameters()
+    stack = weights["model.layers.0.mlp.experts.gate_up_proj"]
+    copies = [torch.nn.Parameter(matrix.detach().clone()) for matrix in stack]
+    theirs = torch.optim.Muon(copies, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    ours = build_optimizer(clamped, OptimizerConfig(name="muon", muon_dtype="bfloat16"))
+    for _ in range(2):
+        _backward(clamped)
+        assert stack.grad is not None
+        for copy, gradient in zip(copies, stack.grad, strict=True):
+            copy.grad = gradient.clone()
+        theirs.step()  # type: ignore[no-untyped-call]
+        ours.step(1e-2)
+        ours.zero_grad()
+    assert all(torch.equal(matrix, copy) for matrix, copy in zip(stack, copies, strict=True))
+
+
+def test_biases_of_experts_are_vectors(clamped: Parallelized) -> None:
+    fqn = "model.layers.0.mlp.experts.gate_up_proj_bias"
+    bias = torch.nn.init.ones_(clamped.named_parameters()[fqn])
+    ours = build_optimizer(clamped, OptimizerConfig(name="muon", weight_decay=0.5))
+    assert f"state.{fqn}.exp_avg" in ours.state()
+    _backward(clamped)
+    bias.grad = torch.zeros_like(bias)
+    ours.step(1e-2)
+    assert torch.equal(bias, torch.ones_like(bias))  # no decay
+    muon = GroupConfig(weights=("**.gate_up_proj_bias",), name="muon")
+    with pytest.raises(ConfigError, match=r"up_proj_bias: Muon is for matrices, and each of its experts has 1 dim"):
+        build_optimizer(clamped, OptimizerConfig(groups=(muon,)))
 
 
 def test_groups_choose_the_rule_of_a_weight() -> None:

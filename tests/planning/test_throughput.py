@@ -95,3 +95,15 @@ def test_an_h200_is_no_slower_and_a_slow_network_costs() -> None:
     assert slow.step.fsdp > 0.5 * slow.step.total
     within = _predict("llama3_8b", 64, "mesh.dp_replicate=8", gpu=replace(H100, network_rate=1e9))
     assert within.step.fsdp < slow.step.fsdp
+
+
+def test_skipped_projections_are_predicted_in_bfloat16() -> None:
+    def products(*sets: str) -> float:
+        return _predict("llama3_8b", 8, *sets).step.products
+
+    none, whole = products("mesh.float8=none"), products("mesh.float8=tensorwise")
+    ffn = products("mesh.float8=tensorwise", 'mesh.float8_skip=["**.mlp.*"]')
+    half = products("mesh.float8=tensorwise", 'mesh.float8_skip=["model.layers.1?.mlp.*"]')
+    assert whole < half < ffn < none
+    layers = 32  # 10 of them skipped
+    assert half == pytest.approx(whole + (ffn - whole) * 10 / layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,7 @@ class CurveCase:
     lr: float = 3e-3
     seed: int = 1
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    rule: Literal["adamw", "muon"] = "adamw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ def train(rank: int, run: CurveCase) -> Curve:  # noqa: ARG001 - the pool passes
     model = build_parallel_model(
         decoder(run.model), run.parallel, mesh, device=torch.device("cpu"), seed=run.seed, balance=run.balance
     )
-    optimizer = build_optimizer(model, OptimizerConfig(lr=run.lr))
+    optimizer = build_optimizer(model, OptimizerConfig(name=run.rule, lr=run.lr))
     size = run.batch_size // run.accumulate // model.data_degree
     check_fits(decoder(run.model), run.parallel, mesh, seq_len=run.seq_len, microbatch_size=size)
     generator = torch.Generator().manual_seed(run.seed)

@@ -24,12 +24,14 @@ from titan_ckpt.trainer.data.batches import BatchShape
 from titan_ckpt.trainer.launch.estimate import OURS, WIDTH, Implementation, kv_width
 from titan_ckpt.trainer.launch.gpus import Gpu
 from titan_ckpt.trainer.model.decoder import ModelConfig, flops_per_token
+from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import (
     SINGLE_STAGE,
     ParallelConfig,
     layer_ranges,
     num_microbatches,
     num_stages,
+    skips_float8,
     stages_of_rank,
 )
 
@@ -234,20 +236,33 @@ def _recomputed(parallel: ParallelConfig) -> float:
 
 def _products_s(machine: Machine) -> float:
     """A block's seven projections: forward, backward of inputs and of weights, and what is recomputed."""
-    model, tp, float8 = machine.model, machine.mesh.degree("tp"), machine.parallel.float8
+    model, tp = machine.model, machine.mesh.degree("tp")
     heads, kv, ffn = model.n_heads * model.head_size / tp, model.n_kv_heads * model.head_size / tp, model.ffn_dim / tp
-    sides = [(model.dim, heads), (model.dim, kv), (model.dim, kv), (heads, model.dim)]
-    sides += [(model.dim, ffn), (model.dim, ffn), (ffn, model.dim)]
-    flops = sum(2 * inputs * outputs for inputs, outputs in sides)
+    sides = {
+        "q_proj": (model.dim, heads), "k_proj": (model.dim, kv), "v_proj": (model.dim, kv), "o_proj": (heads, model.dim),
+        "gate_proj": (model.dim, ffn), "up_proj": (model.dim, ffn), "down_proj": (ffn, model.dim),
+    }  # fmt: skip
+    token_s = sum(_token_s(machine, *size, _share_of_float8(machine, name)) for name, size in sides.items())
+    return (3 + _recomputed(machine.parallel)) * machine.tokens * token_s
+
+
+def _token_s(machine: Machine, inputs: float, outputs: float, share: float) -> float:
+    """A token's product with a projection that is in Float8 in a `share` of the layers."""
+    flops, of = 2 * inputs * outputs, machine.efficiency
     # bfloat16: operands read, result written. Float8 besides: each operand read for its scale and to be cast, and written.
-    size = sum((2 if float8 == "none" else 6) * inputs + 2 * outputs for inputs, outputs in sides)
-    if float8 == "none":
-        rate = machine.flops(machine.efficiency.product)
-    else:
-        share = machine.efficiency.float8 if float8 == "tensorwise" else machine.efficiency.rowwise
-        rate = machine.flops(2 * share)
-    passes = 3 + _recomputed(machine.parallel)
-    return passes * machine.tokens * (flops / rate + machine.bytes_s(size))
+    plain_s = flops / machine.flops(of.product) + machine.bytes_s(2 * inputs + 2 * outputs)
+    rate = machine.flops(2 * (of.float8 if machine.parallel.float8 == "tensorwise" else of.rowwise))
+    float8_s = flops / rate + machine.bytes_s(6 * inputs + 2 * outputs)
+    return (1 - share) * plain_s + share * float8_s
+
+
+def _share_of_float8(machine: Machine, name: str) -> float:
+    """The share of the layers that have the projection `name` in Float8."""
+    parallel = machine.parallel
+    if parallel.float8 == "none" or not parallel.float8_skip:
+        return float(parallel.float8 != "none")
+    known = [fqn for fqn in plan_of(machine.config.spec).linears if fqn.endswith(f".{name}")]
+    return sum(not skips_float8(parallel, fqn) for fqn in known) / len(known)
 
 
 def _head_s(machine: Machine) -> float:

@@ -45,12 +45,18 @@ def map_whole(parts: Sequence[Tensor], weights: Sequence[Tensor], function: Func
     return [found[index].to(part.device) for index, part in enumerate(parts)]
 
 
+def compute_device(part: Tensor, weight: Tensor) -> torch.device:
+    """Where to compute with a part of `weight`: on the mesh's device, also if the optimizer's weights are offloaded."""
+    if isinstance(weight, DTensor) and weight.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return part.device
+
+
 def _piece(index: int, part: Tensor, weight: Tensor) -> _Piece:
     rows_group = tp_group = None
-    tp_dim, rows, device = 0, part.shape[0], part.device
+    tp_dim, rows = 0, part.shape[0]
     if isinstance(weight, DTensor):
         mesh, rows = weight.device_mesh, weight.shape[0]
-        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else device
         for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), weight.placements, strict=True)):
             if not isinstance(placement, Shard | _StridedShard) or mesh.size(dim) == 1:
                 continue
@@ -61,7 +67,7 @@ def _piece(index: int, part: Tensor, weight: Tensor) -> _Piece:
                 assert placement.dim == 0, "FSDP divides rows"
                 rows_group = mesh.get_group(dim)
     return _Piece(
-        index=index, part=part.to(device), columns=part.shape[1], rows=rows,
+        index=index, part=part.to(compute_device(part, weight)), columns=part.shape[1], rows=rows,
         rows_group=rows_group, tp_group=tp_group, tp_dim=tp_dim,
     )  # fmt: skip
 

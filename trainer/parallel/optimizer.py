@@ -112,13 +112,15 @@ class Optimizer:
     ) -> None:
         self.parallelized, self.config, self._weights = parallelized, config, weights
         self.name: str = config.name if spec is None else spec.name  # recorded in checkpoints
-        self._rules = _rules(config, spec)
+        experts = frozenset(parallelized.plan.experts)
+        self._rules = _rules(config, spec, experts)
         self._groups: dict[tuple[str, float, float], list[str]] = {}
         self._state: dict[str, dict[str, Tensor]] = {}
         blocks = frozenset(parallelized.plan.blocks)
         for fqn, weight in weights.items():
-            name = OWN if spec is not None else rule_of(config, fqn, weight.ndim, blocks)
-            factor, decay = own_settings(config, fqn, weight.ndim)
+            ndim = weight.ndim - is_below(fqn, experts)  # of one expert
+            name = OWN if spec is not None else rule_of(config, fqn, ndim, blocks)
+            factor, decay = own_settings(config, fqn, ndim)
             self._groups.setdefault((name, factor, decay), []).append(fqn)
             shard = unwrap_float8(weight.detach())
             self._state[fqn] = self._rules[name].state(fqn, shard) | _kept_for_all(
@@ -201,7 +203,7 @@ def _kept_for_all(shard: Tensor, *, has_average: bool) -> dict[str, Tensor]:
     return {"step": step} | ({AVERAGE: zeros_like(shard, torch.float32)} if has_average else {})
 
 
-def _rules(config: OptimizerConfig, spec: OptimizerSpec | None) -> dict[str, Rule]:
+def _rules(config: OptimizerConfig, spec: OptimizerSpec | None, experts: Collection[str]) -> dict[str, Rule]:
     adamw = AdamW(betas=config.betas, eps=config.eps, moments=config.moments, implementation=config.implementation)
     muon = Muon(
         momentum=config.momentum,
@@ -209,6 +211,7 @@ def _rules(config: OptimizerConfig, spec: OptimizerSpec | None) -> dict[str, Rul
         iterations=config.muon_iterations,
         scale=config.muon_scale,
         dtype=DTYPES[config.muon_dtype],
+        stacked=experts,
     )
     rules: dict[str, Rule] = {"adamw": adamw, "muon": muon}
     return rules if spec is None else rules | {OWN: OwnRule(spec=spec)}
