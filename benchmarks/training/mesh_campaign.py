@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import replace
 
-from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
+from titan_ckpt.trainer.parallel.config import ParallelConfig, expert_axes, mesh_spec
 from tools.rank_pool import RankPool
 from tools.report import Measurement, write_section
 from tools.training.curves import SMALL, Curve, CurveCase, relative_error, single, train
@@ -73,8 +73,10 @@ def describe(parallel: ParallelConfig, world: int) -> str:
     """The mesh and all non-default options."""
     plain = ParallelConfig()
     names = [f for f in parallel.__slots__ if f not in DEGREES and getattr(parallel, f) != getattr(plain, f)]
-    mesh = str(mesh_spec(parallel, world)) or "1 rank"
-    return ", ".join([mesh, *(f"{name}={getattr(parallel, name)}" for name in names)])
+    mesh = mesh_spec(parallel, world)
+    axes = expert_axes(parallel, mesh)
+    over = [] if axes == "ep" else [f"experts over {axes}"]
+    return ", ".join([str(mesh), *over, *(f"{name}={getattr(parallel, name)}" for name in names)])
 
 
 def main(words: list[str]) -> int:

@@ -43,6 +43,7 @@ EXPERT_MESHES = {
     "ep over the ring": mesh(cp=4, ep=4),
     "ep over cp and fsdp": mesh(cp=2, ep=4, cp_method="all_gather"),
     "ep x recomputed": mesh(ep=2, activation_checkpoint="full"),
+    "ep4 x recomputed": mesh(ep=4, activation_checkpoint="full"),  # FSDP of experts on one rank
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_ckpt.trainer.model.plan import routers_of
 from titan_ckpt.trainer.parallel.config import SPLIT_BACKWARD, ParallelConfig
@@ -30,6 +30,14 @@ _KEPT = frozenset(
     }
 )
 _CHOICES = [torch.ops.aten.topk.default]  # of routers: made once, so that the backward sees the same experts
+# FSDP names its steps for the profiler, in a recomputation one more (`FSDP::root_pre_forward`). torch 2.13 counts these
+# calls like any other and refuses one more than in the forward, although they have no value.
+_LABELS = frozenset(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
+    }
+)
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 
 
@@ -39,6 +47,7 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
     full: all blocks. every_n: every n-th. selective: all blocks, but keep attention, collectives and every second matrix product.
     budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
     """
+    SAC_IGNORED_OPS.update(_LABELS)
     can_keep = parallel.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD  # selecting allows one backward pass
     match parallel.activation_checkpoint:
         case "none":
