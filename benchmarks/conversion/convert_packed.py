@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,7 @@ def make_model(folder: Path) -> int:
     config = hf_config(SPEC, base=None, dtype="bfloat16") | {"quantization_config": FP8}
     (folder / "config.json").write_bytes(encode_config(config))
     generator = np.random.default_rng(0)
-    pattern = generator.integers(0, 256, 8 << 20, dtype=np.uint8) & 0xF7  # without the two NaNs, 0x7F and 0xFF
+    pattern = generator.integers(0, 256, 8 << 20, dtype=np.uint8) & np.uint8(0xF7)  # without the two NaNs, 0x7F and 0xFF
     rows = [row for name, shape in expected_tensors(SPEC).items() for row in stored(name, shape)]
     header = encode_header(rows, {"format": "pt"})
     with (folder / "model.safetensors").open("wb") as file:
@@ -67,7 +68,7 @@ def stored(name: str, shape: Shape) -> list[tuple[str, str, Shape]]:
     return [(name, "float8_e4m3fn", shape), (f"{name}_scale_inv", "float32", blocks)]
 
 
-def content(pattern: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str, shape: Shape) -> bytes:
+def content(pattern: np.ndarray[Any, Any], dtype: str, shape: Shape) -> bytes:
     """Bytes of a tensor."""
     count = int(np.prod(shape))
     if dtype == "float32":
