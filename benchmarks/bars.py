@@ -108,6 +108,7 @@ PROMISES = (
     _reshard("S3 -> S3: bytes fetched / needed", "<= 1.05", "reshard-s3", "fetched / needed"),
     _reshard("planning 405B with Adam, 16,384 -> 8,192 ranks", "<= 60 s, <= 2 GB", "reshard-plan-scale", "^16384"),
     _reshard("planning 405B with Adam, 1,024 -> 512 ranks", "<= 5 s", "reshard-plan-scale", "^1024"),
+    _reshard("planning DeepSeek-V3 with Adam, 1,024 -> 256 ranks", "<= 60 s, <= 2 GB", "expert-plan-scale", "^plan"),
     _reshard("load on the target mesh over S3, resharded / not", "shown", "reshard-s3", "^load on"),
     _reshard("every mesh to every mesh, then train on", "bit-equal", "reshard-matrix", "pairs whose"),
     _train("one loss curve on meshes of 4 ranks", "<= 1e-5", "mesh campaign 4"),

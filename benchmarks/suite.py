@@ -100,6 +100,7 @@ SUITES = (
     ),
     Suite(name="reshard_s3", module="resharding.reshard_s3", missing=_s3_peers),
     Suite(name="reshard_plan_scale", module="resharding.reshard_plan_scale"),
+    Suite(name="expert_plan_scale", module="resharding.expert_plan_scale"),
     Suite(name="trainer_vs_torchtitan", module="training.trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
     Suite(name="trainer_gpu", module="training.trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
     Suite(name="async_tp", module="overlap.async_tp"),
@@ -114,6 +115,10 @@ SUITES = (
     Suite(
         name="convert_hf_2460", module="conversion.convert_hf", arguments=("--mib", "2460"), limit_s=1800.0,
         missing=lambda: _is_installed("transformers") or _has_disk(40 * GB),
+    ),
+    Suite(
+        name="convert_packed", module="conversion.convert_packed", arguments=("--dir", ".bench"), limit_s=1800.0,
+        missing=lambda: _has_disk(20 * GB),
     ),
     Suite(name="recorder_cost", module="diagnosis.recorder_cost"),
     Suite(name="debug_scale", module="diagnosis.debug_scale", arguments=("--write",)),

@@ -18,7 +18,7 @@ from titan_ckpt.trainer.launch.launch import MAX_LOCAL_RANKS, check_ranks, is_ra
 from titan_ckpt.trainer.report.logs import run_folder
 from titan_ckpt.trainer.train_run import leave_with
 
-_DEGREES = {
+DEGREES = {
     "pp": 1,
     "dp_replicate": 1,
     "dp_shard": -1,
@@ -68,7 +68,7 @@ def _config(arguments: Namespace, recorded: Any) -> TrainConfig:
         if not recorded:
             raise UsageError(f"{arguments.checkpoint} records no settings; give them with --config")
         tree = {name: dict(table) for name, table in recorded.items()}
-        tree["mesh"] = tree.get("mesh", {}) | _DEGREES
+        tree["mesh"] = tree.get("mesh", {}) | DEGREES
         merge_sets(tree, [*sets, *arguments.set], {})
         config = build_record(kind, tree, {})
     check_config(config)

@@ -1,18 +1,16 @@
 """Manifest, opening and planning for DeepSeek-V3 with Adam: real names and shapes, no data.
 
-python -m benchmarks.resharding.expert_plan_scale             both forms, each in its own process
+python -m benchmarks.resharding.expert_plan_scale
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.resharding.reshard_plan_scale import LIMIT_GB, plan_facts, source, with_adam
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
@@ -37,22 +35,20 @@ DEEPSEEK_V3 = ModelSpec(
     norm_eps=1e-6, rope_theta=1e4, max_seq_len=4096, latent=Latent(kv_rank=512, q_rank=1536), experts=EXPERTS,
 )  # fmt: skip
 BEFORE, AFTER = "pp=16,ep=64", "pp=8,ep=32"
-FORMS = {"experts of a layer in one tensor": True, "every expert's matrices on their own": False}
 LIMIT_S, LIMIT_MB, OPEN_S = 60, 20, 0.5
 OPENED = 5
 TITLE = "DeepSeek-V3 with Adam, 671 B parameters: manifest, opening, planning"
-NOTES = f"""Real names and shapes, no data; {BEFORE} to {AFTER}, 1,024 to 256 ranks. The first form is the trainer's,
-the second that of checkpoints whose experts have a module each: 58 layers x 256 experts x 3 matrices. Seconds are those of the
-processor, on a machine that others used too; opening is the least of {OPENED} times. The memory is the process's peak,
-the source's index included."""
+NOTES = f"""Real names and shapes, no data; {BEFORE} to {AFTER}, 1,024 to 256 ranks; the experts of a layer in one tensor, as
+the trainer has them. Seconds are those of the processor, on a machine that others used too; opening is the least of {OPENED}
+times. The memory is the process's peak, the source's index included."""
 
 
-def parameters(*, is_stacked: bool) -> Iterator[tuple[str, Shape]]:
+def parameters() -> Iterator[tuple[str, Shape]]:
     """Names and shapes of the model."""
     spec, made = DEEPSEEK_V3, set()
     for fqn, shape in expected_tensors(spec).items():
         layer, inside, _ = fqn.partition("mlp.experts.")
-        if not is_stacked or not inside:
+        if not inside:
             yield fqn, shape
         elif layer not in made:
             made.add(layer)
@@ -77,51 +73,24 @@ def committed(checkpoint: Checkpoint, folder: str) -> float:
     return min(times)
 
 
-def measure(name: str) -> dict[str, object]:
-    """Run one form in this process."""
-    checkpoint = source(MeshSpec.parse(BEFORE), with_adam(parameters(is_stacked=FORMS[name])), DEEPSEEK_V3.n_layers)
-    size = len(encode_manifest(checkpoint.manifest).manifest)
-    facts = plan_facts(checkpoint, MeshSpec.parse(AFTER))
-    with tempfile.TemporaryDirectory() as folder:
-        opened = committed(checkpoint, folder)
-    return {
-        "case": name,
-        "tensors": len(checkpoint.manifest.tensors),
-        "manifest_mb": size / 1e6,
-        "open_s": opened,
-    } | facts
-
-
-def bars_of(facts: Mapping[str, Any]) -> list[Measurement]:
-    """Compare a form with its bars."""
-    name, seconds, peak = facts["case"], facts["processor_s"], facts["peak_rss_gb"]
-    return [
-        Measurement(
-            what=f"plan, {name}", figure=f"{seconds:.1f} s, {peak:.2f} GB", bar=f"<= {LIMIT_S} s, <= {LIMIT_GB} GB",
-            holds=seconds <= LIMIT_S and peak <= LIMIT_GB,
-            peer=f"{facts['tensors']:,} tensors, {facts['source_chunks']:,} -> {facts['target_chunks']:,} chunks",
-        ),
-        Measurement(
-            what=f"manifest, {name}", figure=f"{facts['manifest_mb']:.2f} MB", bar=f"<= {LIMIT_MB} MB",
-            holds=facts["manifest_mb"] <= LIMIT_MB,
-        ),
-        Measurement(
-            what=f"opening, {name}", figure=f"{facts['open_s']:.2f} s", bar=f"<= {OPEN_S} s", holds=facts["open_s"] <= OPEN_S
-        ),
-    ]  # fmt: skip
-
-
 def main() -> None:
-    """Run each form in a fresh process, so that peaks stay separate; print one JSON line each, write the section."""
-    if len(sys.argv) > 1:
-        sys.stdout.write(json.dumps(measure(sys.argv[1])) + "\n")
-        return
-    bars: list[Measurement] = []
-    for name in FORMS:
-        command = [sys.executable, "-m", "benchmarks.resharding.expert_plan_scale", name]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        sys.stdout.write(done.stdout)
-        bars += bars_of(json.loads(done.stdout))
+    """Measure; print the facts as JSON, write the section."""
+    checkpoint = source(MeshSpec.parse(BEFORE), with_adam(parameters()), DEEPSEEK_V3.n_layers)
+    facts = plan_facts(checkpoint, MeshSpec.parse(AFTER))
+    sys.stdout.write(json.dumps(facts) + "\n")
+    size_mb = len(encode_manifest(checkpoint.manifest).manifest) / 1e6
+    with tempfile.TemporaryDirectory() as folder:
+        open_s = committed(checkpoint, folder)
+    seconds, peak = facts["processor_s"], facts["peak_rss_gb"]
+    bars = [
+        Measurement(
+            what="plan", figure=f"{seconds:.1f} s, {peak:.2f} GB", bar=f"<= {LIMIT_S} s, <= {LIMIT_GB} GB",
+            holds=seconds <= LIMIT_S and peak <= LIMIT_GB,
+            peer=f"{facts['source_chunks']:,} -> {facts['target_chunks']:,} chunks",
+        ),
+        Measurement(what="manifest", figure=f"{size_mb:.2f} MB", bar=f"<= {LIMIT_MB} MB", holds=size_mb <= LIMIT_MB),
+        Measurement(what="opening", figure=f"{open_s:.2f} s", bar=f"<= {OPEN_S} s", holds=open_s <= OPEN_S),
+    ]  # fmt: skip
     write_section("expert-plan-scale", TITLE, bars, NOTES)
 
 

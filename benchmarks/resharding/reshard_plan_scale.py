@@ -105,7 +105,7 @@ def measure(name: str) -> dict[str, object]:
     return {"case": name} | plan_facts(source(before, with_adam(parameters()), LAYERS), after)
 
 
-def plan_facts(checkpoint: Checkpoint, after: MeshSpec) -> dict[str, object]:
+def plan_facts(checkpoint: Checkpoint, after: MeshSpec) -> dict[str, Any]:
     """Plan the reshard of a checkpoint: seconds, counts and the peak memory of this process."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started, processor = time.perf_counter(), time.process_time()

@@ -26,16 +26,26 @@ _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 _E8M0_NAN, _E8M0_BIAS = 255, 127
 
 
-def float8_rows(packed_RC: Bytes, scales: Floats, *, first_row: int, block: tuple[int, int]) -> Floats:
-    """Rows from `first_row` on of a matrix, of which `scales` has all blocks."""
-    table = decode(np.arange(256, dtype=np.uint8), "float8_e4m3fn").astype(np.float32)
+def float8_rows(
+    packed_RC: Bytes, scales: Floats, *, first_row: int, block: tuple[int, int], dtype: str = "float32"
+) -> npt.NDArray[Any]:
+    """Rows from `first_row` on of a matrix, of which `scales` has all blocks, rounded to `dtype`.
+
+    A block has 256 different values at most: they are computed once and looked up.
+    """
+    values = decode(np.arange(256, dtype=np.uint8), "float8_e4m3fn").astype(np.float32)
     rows, columns = packed_RC.shape
-    of_rows = (first_row + np.arange(rows)) // block[0]
-    of_columns = np.arange(columns) // block[1]
-    plain: Floats = table[packed_RC]
-    with np.errstate(over="ignore"):
-        plain *= scales[of_rows[:, None], of_columns]
-    return plain
+    of_columns = np.arange(columns) // block[1] * len(values)
+    parts = []
+    start = 0
+    while start < rows:
+        of_row = (first_row + start) // block[0]
+        stop = min(rows, (of_row + 1) * block[0] - first_row)
+        with np.errstate(over="ignore"):
+            table = ROUND[dtype](values * scales[of_row, :, None]).reshape(-1)
+        parts.append(table.take(packed_RC[start:stop] + of_columns, mode="clip"))
+        start = stop
+    return np.concatenate(parts)
 
 
 def float4_columns(packed_RGB: Bytes, scales_RG: Bytes) -> Floats:

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from titan_ckpt.checkpoint.uncompressed import DecodedStore
 from titan_ckpt.converters.quantised.formats import (
     ROUND,
     VALUES_PER_SCALE,
     Bytes,
-    Floats,
     check_float_scales,
     check_power_scales,
     float4_columns,
@@ -69,8 +69,8 @@ class Packed(Protocol):
     def shape(self) -> Shape:
         """Shape of the plain tensor."""
 
-    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
-        """Rows `start` to `stop` of the plain tensor, which has its leading dimensions flattened, a few at a time."""
+    def pieces(self, reader: PackedReader, start: int, stop: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
+        """Rows `start` to `stop` of the plain tensor in `dtype`, its leading dimensions flattened, a few at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Float8Blocks:
         """Shape of the plain tensor."""
         return self.values.shape
 
-    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
+    def pieces(self, reader: PackedReader, start: int, stop: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
         """Rows of the plain tensor, a few at a time."""
         columns, width = self.shape[1], self.scales.shape[1]
         packed = reader.read(self.values, start * columns, (stop - start, columns))
@@ -97,7 +97,8 @@ class Float8Blocks:
         at_once = max(1, AT_ONCE // max(1, columns))
         for row in range(0, stop - start, at_once):
             first_row = start - first * self.block[0] + row
-            yield float8_rows(packed[row : row + at_once], scales, first_row=first_row, block=self.block)
+            part = packed[row : row + at_once]
+            yield float8_rows(part, scales, first_row=first_row, block=self.block, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class Float4Groups:
         experts, rows, groups = self.scales.shape
         return experts, groups * VALUES_PER_SCALE, rows
 
-    def pieces(self, reader: PackedReader, start: int, stop: int) -> Iterator[Floats]:
+    def pieces(self, reader: PackedReader, start: int, stop: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
         """Rows of the plain tensor, experts one after another, whole groups of a few at a time."""
         _, rows, groups = self.scales.shape
         columns, width = groups * VALUES_PER_SCALE, VALUES_PER_SCALE // 2
@@ -130,7 +131,7 @@ class Float4Groups:
             first = row // VALUES_PER_SCALE
             plain = float4_columns(packed[:, first : first + at_once], scales[:, first : first + at_once])
             piece = plain[row - first * VALUES_PER_SCALE :][: stop - start]
-            yield piece
+            yield ROUND[dtype](piece)
             start += len(piece)
 
 
@@ -184,7 +185,7 @@ def _fill(reader: PackedReader, tensor: Plain, start: int, buffer: memoryview) -
     row_bytes = tensor.packed.shape[-1] * ELEMENT_SIZE[tensor.dtype]
     first, stop = start // row_bytes, -(-(start + len(buffer)) // row_bytes)
     skipped = start - first * row_bytes
-    for piece in tensor.packed.pieces(reader, first, stop):
-        content = ROUND[tensor.dtype](piece).reshape(-1).view(np.uint8).data[skipped:][: len(buffer)]
+    for piece in tensor.packed.pieces(reader, first, stop, tensor.dtype):
+        content = piece.reshape(-1).view(np.uint8).data[skipped:][: len(buffer)]
         buffer[: len(content)] = content
         buffer, skipped = buffer[len(content) :], 0

@@ -55,6 +55,21 @@ def test_float8_blocks_are_transformers_own_bit_for_bit(dtype: str) -> None:
     assert raw(found[numbers]) == raw(expected[numbers])
 
 
+@pytest.mark.parametrize("dtype", ROUND)
+@pytest.mark.parametrize(("first_row", "rows"), [(0, 40), (7, 1), (15, 18), (33, 7)])
+def test_values_looked_up_are_products_rounded_once(dtype: str, first_row: int, rows: int) -> None:
+    packed_RC = all_bytes(rows, 37).numpy()
+    scales = np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32)
+    scales[1, 2], scales[0, 0] = 3e38, 1e-40
+    values = float8_rows(packed_RC, np.ones_like(scales), first_row=0, block=(128, 128))
+    of_rows, of_columns = (first_row + np.arange(rows)) // 16, np.arange(37) // 16
+    with np.errstate(over="ignore"):
+        expected = ROUND[dtype](values * scales[of_rows[:, None], of_columns])
+    found = float8_rows(packed_RC, scales, first_row=first_row, block=(16, 16), dtype=dtype)
+    assert found.dtype == expected.dtype
+    assert found.tobytes() == expected.tobytes()
+
+
 @pytest.mark.hf
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_float4_groups_are_transformers_own_bit_for_bit() -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.training_runs import read_events, train, train_arguments
+from tests.support.training_runs import read_events, train
 from titan_ckpt.cli.main import main
+from titan_ckpt.sharding.mesh import AXES
+from titan_ckpt.trainer.eval_run import DEGREES
 from tools.paths import ROOT
 from tools.ports import HOST, free_port
 
@@ -51,14 +53,16 @@ def test_a_checkpoint_has_the_numbers_of_its_run(
     assert "there is nothing to evaluate" in capsys.readouterr().err
 
 
+def test_no_axis_of_the_run_is_left_in_an_evaluation() -> None:
+    assert {axis: DEGREES[axis] for axis in AXES} == dict.fromkeys(AXES, 1) | {"dp_shard": -1}
+
+
 @pytest.mark.dist
 def test_ranks_that_found_different_steps_evaluate_one(
     cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mixture = ("model.family=qwen3_moe", "model.qk_norm=true", "model.experts={number=4, per_token=2, ffn_dim=32}")
-    sets = [*SETS, *mixture, "mesh.ep=2", "save.every=1"]
-    assert main([*train_arguments(cache, tmp_path / "run", *sets), "--nproc", "2"]) == 0
-    first, last = (_evaluated(capsys, f"{tmp_path / 'run'}@{step}") for step in (1, 2))  # one process has no ep
+    assert train(cache, tmp_path / "run", *SETS, "model.n_layers=1", "save.every=1") == 0
+    first, last = (_evaluated(capsys, f"{tmp_path / 'run'}@{step}") for step in (1, 2))
     assert first["sets"] != last["sets"]
     rendezvous = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     words = [sys.executable, "-m", "titan_ckpt", "eval", "--json"]
