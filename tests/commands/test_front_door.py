@@ -197,11 +197,12 @@ def test_doctor_examines_machine_torch_and_store(tmp_path: Path, capsys: pytest.
     assert [path.name for path in store.iterdir()] == ["mine.txt"]
 
 
-def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runtime, "FACTS", "import sys; sys.exit('left out: the test above has it')")
     (tmp_path / "mine").mkdir()
-    assert main(["doctor", str(tmp_path / "mine" / "new" / "run")]) == 0
+    assert main(["doctor", str(tmp_path / "mine" / "new" / "run")]) == 1
     assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
-    assert main(["doctor", str(tmp_path / "mine")]) == 0
+    assert main(["doctor", str(tmp_path / "mine")]) == 1
     assert (tmp_path / "mine").is_dir()
 
 
