@@ -1,4 +1,4 @@
-"""Shared fixtures: a real S3 server, started once on first use, and run URLs that no other test uses."""
+"""Shared fixtures: a real S3 server, started once on first use, run URLs that no other test uses, and a guard of the process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support.process_state import ProcessState, threads_left, waiting_threads
 from tools.s3_server import Server, running_server
 
 # The same cases in every run: campaigns search for new ones (`make hostile`, `make fuzz`).
@@ -16,6 +17,22 @@ hypothesis.settings.register_profile("any machine", deadline=None, derandomize=T
 hypothesis.settings.load_profile("any machine")
 BUCKET = "titan-tests"
 _numbers = itertools.count()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--nothing-left`: to find the tests on which later ones may depend."""
+    parser.addoption("--nothing-left", action="store_true", help="fail each test that leaves the process changed")
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Puts back what a test changed in the process: the tests that follow would inherit it."""
+    before, threads = ProcessState.now(), waiting_threads()
+    yield
+    changed = before.put_back()
+    if request.config.getoption("--nothing-left"):
+        changed += [f"thread {name}" for name in threads_left(threads)]
+        assert not changed, f"left behind: {'; '.join(changed)}"
 
 
 @pytest.fixture(scope="session")
