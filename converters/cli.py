@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
@@ -42,7 +42,7 @@ examples:
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the sub-commands and their arguments."""
     parser.epilog = EPILOG
     commands = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
@@ -56,6 +56,7 @@ def configure(parser: ArgumentParser) -> None:
         "--ema", action="store_true", help="the averages of the weights (optimizer.ema_decay), not the weights"
     )
     to_hf.add_argument("--verify", action="store_true", help="read back every byte; compare logits with transformers")
+    to_hf.excludes("--verify", "--dry-run")
     to_hf.set_defaults(convert=_to_hf)
     from_hf = commands.add_parser("from-hf", help="a Hugging Face model as a checkpoint")
     from_hf.add_argument("src", metavar="SRC", help="a folder, a hub cache's models--... folder, or a prefix")
@@ -159,13 +160,17 @@ def _to_torch(arguments: Namespace) -> int:
         export_torch,
     )  # imports torch (seconds), which the other directions do not need
 
-    return _show_torch(export_torch(arguments.src, arguments.dst, only=arguments.only), as_json=arguments.json)
+    with ProgressLine("convert") as progress:
+        report = export_torch(arguments.src, arguments.dst, only=arguments.only, on_progress=progress.show)
+    return _show_torch(report, as_json=arguments.json)
 
 
 def _from_torch(arguments: Namespace) -> int:
     from titan_ckpt.converters.torch_file import import_torch
 
-    return _show_torch(import_torch(arguments.src, arguments.dst, under=arguments.under), as_json=arguments.json)
+    with ProgressLine("convert") as progress:
+        report = import_torch(arguments.src, arguments.dst, under=arguments.under, on_progress=progress.show)
+    return _show_torch(report, as_json=arguments.json)
 
 
 def _show_torch(report: TorchReport, *, as_json: bool) -> int:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -29,9 +30,12 @@ from titan_ckpt.errors import (
 from titan_ckpt.format.commit import find_commit
 from titan_ckpt.location import StrPath, local_path, normalise, parse_location, scheme, url_text
 from titan_ckpt.parsing.torch_archive import check_torch_file
-from titan_ckpt.saving.saver import Saver
+from titan_ckpt.saving.saver import SaveHandle, Saver
 from titan_ckpt.store.open import open_store
 
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Hears how many bytes are done, and of how many."""
+LOOK_S = 0.2
 FREE_VALUES, FREE_BYTES, MAX_GROWTH = 10_000, 64 << 20, 16
 
 
@@ -45,11 +49,14 @@ class TorchReport:
     size_bytes: int
 
 
-def import_torch(src: StrPath, dst: StrPath, *, under: str = "") -> TorchReport:
+def import_torch(
+    src: StrPath, dst: StrPath, *, under: str = "", on_progress: OnProgress = lambda _done, _total: None
+) -> TorchReport:
     """Write the state dict in the file `src` as checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
     Only tensors and plain data are read: UnsafeContentError for any other content. Dtypes are kept; nested names are joined with
-    dots. `under` prefixes all names (`model` for a bare state dict with Hugging Face's names).
+    dots. `under` prefixes all names (`model` for a bare state dict with Hugging Face's names). `on_progress` hears how many bytes
+    of how many are written.
     """
     content = _read(url_text(src))
     state = {under: content} if under else content
@@ -58,7 +65,7 @@ def import_torch(src: StrPath, dst: StrPath, *, under: str = "") -> TorchReport:
     if find_commit(store, step) is not None:
         raise AlreadyExistsError(f"{store}@{step} is committed already; give another run, or a step as URL@STEP")
     with Saver(store) as saver:
-        saver.save(state, step=step, kind="model").wait()
+        _wait(saver, saver.save(state, step=step, kind="model"), _num_bytes(content), on_progress)
     manifest = open_checkpoint(location.url, step=step, store=store).manifest
     return TorchReport(
         url=f"{store}@{step}",
@@ -68,10 +75,32 @@ def import_torch(src: StrPath, dst: StrPath, *, under: str = "") -> TorchReport:
     )
 
 
-def export_torch(checkpoint: Checkpoint | StrPath, dst: StrPath, *, only: str = "") -> TorchReport:
+def _wait(saver: Saver, handle: SaveHandle, size_bytes: int, on_progress: OnProgress) -> None:
+    while not handle.future.done():
+        wait([handle.future], timeout=LOOK_S)
+        on_progress(min(saver.metrics().uploaded_bytes, size_bytes), size_bytes)
+    handle.wait()
+
+
+def _num_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested values."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_num_bytes, inner))
+
+
+def export_torch(
+    checkpoint: Checkpoint | StrPath,
+    dst: StrPath,
+    *,
+    only: str = "",
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> TorchReport:
     """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` reads.
 
-    `only` keeps the names below this prefix and strips it: `model` gives what `module.load_state_dict` takes.
+    `only` keeps the names below this prefix and strips it: `model` gives what `module.load_state_dict` takes. `on_progress` hears
+    how many bytes of how many are read.
     """
     opened = as_checkpoint(checkpoint)
     folder, _, name = normalise(dst).rpartition("/")
@@ -83,7 +112,13 @@ def export_torch(checkpoint: Checkpoint | StrPath, dst: StrPath, *, only: str = 
     values = {fqn.removeprefix(prefix): fqn for fqn in opened.manifest.objects_by_fqn if fqn.startswith(prefix)}
     if not tensors and not values:
         raise NotFoundError(f"{opened}: nothing below {only!r}")
-    state: dict[str, Any] = {key: opened.read(fqn) for key, fqn in tensors.items()}
+    sizes = {key: opened.manifest.by_fqn[fqn].size_bytes for key, fqn in tensors.items()}
+    state: dict[str, Any] = {}
+    size_bytes, done = sum(sizes.values()), 0
+    for key, fqn in tensors.items():
+        state[key] = opened.read(fqn)
+        done += sizes[key]
+        on_progress(done, size_bytes)
     state |= {key: read_object(opened, fqn) for key, fqn in values.items()}
     buffer = io.BytesIO()
     torch.save(state, buffer)
@@ -93,7 +128,6 @@ def export_torch(checkpoint: Checkpoint | StrPath, dst: StrPath, *, only: str = 
         raise AlreadyExistsError(
             f"{store.where(name)}: exists already; give another name or remove it first"
         ) from error
-    size_bytes = sum(opened.manifest.by_fqn[fqn].size_bytes for fqn in tensors.values())
     return TorchReport(url=url_text(dst), num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
 
 

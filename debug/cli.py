@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from titan_ckpt.console.command import Command, Parser
+from titan_ckpt.arguments import nearest
+from titan_ckpt.console.command import Command, CommandParser, Parser
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
@@ -27,6 +29,7 @@ from titan_ckpt.errors import TitanError, UsageError
 
 SECOND_LOOK_S = 10.0
 TICKING_S = 5.0
+VERBS = ("collect", "inject", "watch")
 _EPILOG = """\
   titan-ckpt debug PATH [OPTIONS]         diagnose a run, an incident folder, or any folder of dumps and logs;
                                           of several incidents the newest, with --all each in one line
@@ -60,6 +63,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_force_flag(parser)
 
 
+def _add_rules(parser: Parser) -> None:
+    """For the parser that sees all options: PATH may stand before them, between them or after them."""
+    parser.needs("--force", "--html", "--perfetto")
+    parser.excludes("--json", "--markdown")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Diagnose PATH, or hand over to the verb."""
     verb = _verb(arguments.path)
@@ -67,9 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
         return verb.run(_parse_verb(arguments.path, verb, arguments))
     options = Parser(prog="titan-ckpt debug", add_help=False)
     _add_options(options)
+    _add_rules(options)
     _, unknown = options.parse_known_args(arguments.rest, arguments)
     if unknown:
-        raise UsageError(f"unexpected argument {unknown[0]!r} after PATH; `titan-ckpt debug --help` shows the forms")
+        meant = "" if os.path.exists(arguments.path) else nearest(arguments.path, VERBS)
+        raise UsageError(
+            f"{meant}unexpected argument {unknown[0]!r} after PATH; `titan-ckpt debug --help` shows the forms"
+        )
     for path in (arguments.html, arguments.perfetto):
         if path is not None:
             check_picture(path, is_forced=arguments.force)
@@ -94,21 +107,25 @@ def _verb(word: str) -> Command | None:
 
 
 def _parse_verb(word: str, verb: Command, arguments: argparse.Namespace) -> argparse.Namespace:
+    if before := arguments.given & {"--all", "--markdown", "--html", "--perfetto", "--force"}:
+        raise UsageError(
+            f"{min(before)} has no effect before {word}; `titan-ckpt debug {word} --help` shows its options"
+        )
     parser = _verb_parser(word, verb)
     words = [*arguments.rest, *(["--json"] if arguments.json and "--json" not in arguments.rest else [])]
     return parser.parse_args(words)
 
 
-def _verb_parser(word: str, verb: Command) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"titan-ckpt debug {word}")
+def _verb_parser(word: str, verb: Command) -> Parser:
+    parser = CommandParser(prog=f"titan-ckpt debug {word}")
     verb.configure(parser)
     add_store_arguments(parser)  # for the help: they were taken off the words before
     return parser
 
 
-def verb_parsers() -> list[argparse.ArgumentParser]:
+def verb_parsers() -> list[Parser]:
     """The parser of each verb, for the printed reference."""
-    verbs = {word: _verb(word) for word in ("collect", "inject", "watch")}
+    verbs = {word: _verb(word) for word in VERBS}
     return [_verb_parser(word, verb) for word, verb in verbs.items() if verb is not None]
 
 

@@ -1,4 +1,5 @@
-"""URLs of runs and checkpoints: parse `URL@STEP`, join. No I/O, except to follow symbolic links."""
+"""URLs of runs and checkpoints: parse `URL@STEP`, join. No I/O, except to follow symbolic links and to see a file
+where a folder belongs."""
 
 from __future__ import annotations
 
@@ -107,6 +108,14 @@ def check_writable(url: StrPath) -> None:
         )
 
 
+def _file_in(url: str) -> str:
+    """The file that stands where a local URL needs a folder; "" if none does."""
+    path = local_path(url) if scheme(url) == "file" else ""
+    while path and not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path if os.path.isfile(path) else ""
+
+
 def _why_unwritable(url: str) -> str:
     if not url.isprintable():
         return "it has a control character or another character that cannot be printed"
@@ -127,6 +136,8 @@ def _why_unwritable(url: str) -> str:
         return "it has an empty name, `.` or `..` between slashes"
     if not found.strip("/"):
         return "it is the root of the file system"
+    if file := _file_in(found):
+        return f"{file} is a file, and a run is a folder"
     if names[-1] != names[-1].strip():
         return "its name begins or ends with a space"
     return "its name is that of a file that titan-ckpt writes" if names[-1] in _RESERVED else ""

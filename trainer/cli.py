@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.trainer.launch.gpus import GPUS
 
 EPILOG = """\
@@ -23,7 +23,7 @@ examples:
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Declare the arguments of `train`."""
     parser.epilog = EPILOG
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, or a recipe: `titan-ckpt init --list`")
@@ -68,6 +68,19 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--restarts", type=int, default=0, metavar="N", help="start the ranks again after a failure, at most N times"
     )
+    _add_rules(parser)
+
+
+def _add_rules(parser: Parser) -> None:
+    modes = ("--print-config", "--pretokenise", "--export-adapter", "--estimate", "--plan")
+    for number, mode in enumerate(modes):
+        parser.excludes(mode, *modes[number + 1 :])
+    for option in ("--gpus", "--gpu"):
+        parser.needs(option, "--plan")
+    parser.needs("--rank-mtbf-hours", "--estimate")
+    parser.needs("--upload-rate", "--estimate", "--plan")
+    parser.excludes("--nproc", "--pretokenise", "--export-adapter", "--plan")
+    parser.excludes("--restarts", *modes)
 
 
 def run(arguments: Namespace) -> int:

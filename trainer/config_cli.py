@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.command import Command, Parser, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 
 if TYPE_CHECKING:
@@ -22,12 +22,13 @@ examples:
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the arguments."""
     parser.epilog = EPILOG
     parser.add_argument("--explain", metavar="NAME", help="one setting or table, such as mesh.tp or save")
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of a config file")
     add_json_flag(parser)
+    parser.excludes("--explain", "--schema")
 
 
 def run(arguments: Namespace) -> int:

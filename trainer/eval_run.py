@@ -14,7 +14,7 @@ from titan_ckpt.trainer.config.toml_records import build_record, merge_sets, res
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type
 from titan_ckpt.trainer.job.evaluate import evaluate_rank
 from titan_ckpt.trainer.job.rank_process import RankProcess
-from titan_ckpt.trainer.launch.launch import MAX_LOCAL_RANKS, check_ranks, is_rank, launch
+from titan_ckpt.trainer.launch.launch import MAX_LOCAL_RANKS, check_ranks, is_rank, launch, refuse_as_rank
 from titan_ckpt.trainer.report.logs import run_folder
 from titan_ckpt.trainer.train_run import leave_with
 
@@ -39,6 +39,8 @@ _OFF = {
 def run(arguments: Namespace) -> int:
     """Evaluate as a rank, alone, or on ranks that are started."""
     check_ranks("--nproc", arguments.nproc, MAX_LOCAL_RANKS)
+    if is_rank():
+        refuse_as_rank(arguments.given, "--nproc")
     checkpoint = open_checkpoint(arguments.checkpoint)
     config = _config(arguments, checkpoint.manifest.config)
     if not is_rank() and arguments.nproc > 1:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import os
+from argparse import Namespace
 
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import format_table, write_text
 from titan_ckpt.errors import UsageError
 from titan_ckpt.trainer.config.recipes import find_template, purpose, templates
@@ -19,12 +20,13 @@ examples:
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the arguments."""
     parser.epilog = EPILOG
     parser.add_argument("file", nargs="?", metavar="FILE.toml", help="the config to write (default: TEMPLATE.toml)")
     parser.add_argument("--template", default=DEFAULT, metavar="NAME", help="recipe to start from (default: tiny)")
     parser.add_argument("--list", action="store_true", help="list the recipes, then stop")
+    parser.excludes("--list", "FILE.toml", "--template")
 
 
 def run(arguments: Namespace) -> int:
@@ -37,6 +39,7 @@ def run(arguments: Namespace) -> int:
 
     recipe = find_template(arguments.template)
     target = f"{recipe.stem}.toml" if arguments.file is None else arguments.file
+    _check_name(target)
     text = starter(recipe)
     try:
         with open(target, "x", encoding="utf-8") as file:
@@ -50,6 +53,18 @@ def run(arguments: Namespace) -> int:
         f"       titan-ckpt config --explain save.url    # what a setting means"
     )
     return 0
+
+
+def _check_name(target: str) -> None:
+    """UsageError for what is no name of a TOML file in a local folder that exists."""
+    if "://" in target:
+        raise UsageError(f"{target}: a config is a local file; write it here and copy it there")
+    if not target.endswith(".toml"):
+        meant = f"did you mean --template {target}? " if target in templates() else ""
+        raise UsageError(f"{target!r}: {meant}the name of a config ends with .toml")
+    folder = os.path.dirname(target)
+    if folder and not os.path.isdir(folder):
+        raise UsageError(f"{target}: there is no folder {folder}; make it first")
 
 
 INIT = Command(configure=configure, run=run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import NoReturn
@@ -17,7 +17,7 @@ from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
 from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
-from titan_ckpt.sharding.mesh import MAX_RANKS, MeshSpec
+from titan_ckpt.sharding.mesh import MAX_RANKS
 from titan_ckpt.trainer.config.extension import Extension, load_extension
 from titan_ckpt.trainer.config.model_from import fill_from
 from titan_ckpt.trainer.config.recipes import find_config, recipe_of
@@ -40,10 +40,11 @@ from titan_ckpt.trainer.launch.launch import (
     is_rank,
     launch,
     num_ranks,
+    refuse_as_rank,
     tell_torchrun,
     write_error,
 )
-from titan_ckpt.trainer.launch.planner import format_plan, search
+from titan_ckpt.trainer.launch.planner import CHOSEN, format_plan, search
 from titan_ckpt.trainer.launch.preflight import preflight
 from titan_ckpt.trainer.launch.save_schedule import save_schedule
 from titan_ckpt.trainer.model.lora import export_adapter
@@ -54,6 +55,8 @@ def run(arguments: Namespace) -> int:
     """Print the config, an estimate or a plan, run as a rank, or start ranks."""
     _check_numbers(arguments)
     if arguments.export_adapter is not None and _is_checkpoint(arguments.config):
+        for option in arguments.given & {"--set", "--module"}:
+            raise UsageError(f"{option} has no effect: {arguments.config} is a checkpoint, which records its settings")
         return export_to_peft(arguments.config, arguments.export_adapter)
     resolved = _resolve(arguments)
     if arguments.print_config:
@@ -69,18 +72,18 @@ def run(arguments: Namespace) -> int:
         return _export_newest(resolved.config, arguments.export_adapter)
     if arguments.plan:
         return show_plan(resolved.config, arguments)
-    if is_rank():
-        return run_as_rank(resolved)
-    world_size = num_ranks(resolved.config, arguments.nproc)
-    mesh = resolve_mesh(resolved.config, world_size)
     if arguments.estimate:
-        return show_estimate(resolved.config, mesh, arguments)
+        return show_estimate(resolved.config, arguments)
+    if is_rank():
+        return run_as_rank(resolved, arguments.given)
+    world_size = num_ranks(resolved.config, arguments.nproc)
+    resolve_mesh(resolved.config, world_size)
     if not 1 <= world_size <= MAX_LOCAL_RANKS:
         raise ConfigError(
             f"{world_size} ranks to start here: expected 1 to {MAX_LOCAL_RANKS} (--nproc, or the degrees of [mesh])"
         )
     preflight(resolved.config)
-    if world_size == 1:
+    if world_size == 1 and not arguments.restarts:
         outcome = run_rank(resolved.config, RankProcess())
         return 130 if outcome.reason is EndReason.SIGNAL else 0
     folder = run_folder(resolved.config.log.folder, resolved.config.save.url)
@@ -95,8 +98,9 @@ def _check_numbers(arguments: Namespace) -> None:
     upload_rate(arguments)
 
 
-def show_estimate(config: TrainConfig, mesh: MeshSpec, arguments: Namespace) -> int:
-    """Print what `mesh` needs."""
+def show_estimate(config: TrainConfig, arguments: Namespace) -> int:
+    """Print what a rank of the mesh needs."""
+    mesh = resolve_mesh(config, num_ranks(config, arguments.nproc))
     found = estimate_training(config, mesh)
     rate = upload_rate(arguments)
     saves = save_schedule(
@@ -114,6 +118,9 @@ def show_plan(config: TrainConfig, arguments: Namespace) -> int:
     """Search the meshes of a cluster and print the fastest."""
     if arguments.gpus is None:
         raise UsageError(f"--plan: --gpus is missing: give the number of GPUs, 1 to {MAX_RANKS}")
+    for text in arguments.set:
+        if (key := text.partition("=")[0].strip()) in CHOSEN:
+            raise UsageError(f"--set {text} has no effect with --plan, which chooses {key} itself; leave it out")
     gpu, rate = GPUS[arguments.gpu], upload_rate(arguments)
     found = search(config, arguments.gpus, gpu)
     if arguments.json:
@@ -199,12 +206,13 @@ class _TokeniseProgress:
             write_note(f"{self._what}: {share:.0%} of {format_size(total)}")
 
 
-def run_as_rank(resolved: Resolved[TrainConfig]) -> int:
+def run_as_rank(resolved: Resolved[TrainConfig], given: Collection[str]) -> int:
     """Train as one rank; an error is written to a file for the launcher, which reports it.
 
     If a signal reached only other ranks, whose node is leaving, exit with 130 under torchrun: this node's agent, which was not
     asked to stop, then restarts the job without that node.
     """
+    refuse_as_rank(given, "--nproc", "--restarts")
     process = RankProcess.from_environment()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_launcher()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from textual.keys import Keys, _character_to_key
 
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import write_text
 from titan_ckpt.console.picture import add_force_flag
 from titan_ckpt.errors import UsageError
@@ -35,7 +35,7 @@ exit codes: 0 fine, 2 usage, 3 nothing to show at PATH
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add PATH and the options of the first screen and the screenshot."""
     parser.epilog = _EPILOG
     parser.add_argument(
@@ -53,6 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--keys", type=parse_keys, default=(), metavar="K,K",
         help="keys to press before the screenshot, for example 2,n,enter",
     )  # fmt: skip
+    for option in ("--force", "--size", "--keys"):
+        parser.needs(option, "--screenshot")
 
 
 def parse_keys(text: str) -> tuple[str, ...]:

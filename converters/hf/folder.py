@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from titan_ckpt.converters.quantised.formats import ROUND
 from titan_ckpt.converters.quantised.plan import SETTINGS, BlockFormat, block_format, find_packed
 from titan_ckpt.converters.quantised.store import DequantisedStore, Plain
 from titan_ckpt.errors import DamagedError, NotFoundError, PlanError, UnsafeContentError, UsageError
-from titan_ckpt.location import StrPath, check_relative, join, url_text
+from titan_ckpt.location import StrPath, check_relative, join, local_path, url_text
 from titan_ckpt.parsing.json_values import JsonValue, show
 from titan_ckpt.rewrite.plan import RewriteSource, SourceTensor
 from titan_ckpt.store.base import Store
@@ -194,9 +195,8 @@ def _snapshot(store: Store) -> Store:
 
 def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:
     if not names:
-        raise NotFoundError(
-            f"{store}: the folder is empty or does not exist; expected a Hugging Face model with {CONFIG}"
-        )
+        what = "it is a file" if os.path.isfile(local_path(store.url)) else "the folder is empty or does not exist"
+        raise NotFoundError(f"{store}: {what}; expected a Hugging Face model with {CONFIG}")
     raise NotFoundError(
         f"{store}: no {CONFIG}; a Hugging Face model has one (an unfinished copy has not). Found {sorted(names)[:6]}"
     )

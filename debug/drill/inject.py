@@ -290,6 +290,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_free(folder: Path, *, is_forced: bool) -> None:
     """Refuse a folder with files of something else: an incident's would replace them, or be mixed with them."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file; give a folder as --out")
     if folder.is_dir() and any(folder.iterdir()) and not is_forced:
         raise UsageError(f"{folder}: holds files already; give another --out, or --force to write into it")
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.arguments import check_number
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import write_note, write_text
 from titan_ckpt.debug.live.attach import Attached, attach, find_training
 from titan_ckpt.debug.live.processes import Process, find_processes, process_state
@@ -86,7 +86,7 @@ def _spy(files: PrivateFolder, process: Process) -> None:
         files.write(f"{process.stem}.pyspy.stacks", result.stdout)
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure(parser: Parser) -> None:
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the recorder's folder on this host; without it, and "
                         "without --pid, the training processes of this user that are found by RANK and libtorch")  # fmt: skip
     parser.add_argument("--pid", metavar="PID", nargs="+", type=int, action="extend", default=[],
@@ -96,6 +96,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", metavar="GLOB", help="log files whose ends are copied as well, to logs/ of --out")
     parser.add_argument("--wait", type=float, default=5.0, metavar="S", help="how long to wait for dumps (default 5)")
     parser.add_argument("--force", action="store_true", help="replace files that are at --out already")
+    for option in ("--logs", "--force"):
+        parser.needs(option, "--out")
 
 
 def _run(arguments: argparse.Namespace) -> int:

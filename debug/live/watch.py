@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from titan_ckpt.arguments import check_number
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import flush, write_json, write_text
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -132,12 +132,13 @@ def _print(beats: Mapping[int, Heartbeat], found: Sequence[Alarm], as_json: bool
     flush()
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
+def _configure(parser: Parser) -> None:
     parser.add_argument("url", metavar="URL", help="the run, or the recorder's folder")
     parser.add_argument("--after", type=float, default=30.0, metavar="S", help="seconds without progress (default 30)")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default 2)")
     parser.add_argument("--once", action="store_true", help="look once and end")
     parser.add_argument("--json", action="store_true", help="one JSON object per look")
+    parser.excludes("--every", "--once")
 
 
 def _run(arguments: argparse.Namespace) -> int:

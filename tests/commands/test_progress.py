@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,32 @@ def test_long_commands_tell_programs_of_progress(
     assert done == sorted(done)
     assert 0 < done[-1] <= events[-1]["total"]
     assert [event["is_finished"] for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def test_conversions_of_torch_files_tell_of_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(progress, "EVENT_S", 0.0)
+    for words in (["to-torch", f"{RUN}@1", "x.pt"], ["from-torch", "x.pt", "run"]):
+        assert main(["convert", *words, "--progress", "json"]) == 0
+        events = [event for event in _events(capsys) if event["event"] == "progress"]
+        assert {(event["what"], event["unit"]) for event in events} == {("convert", "bytes")}
+        assert 0 < events[-1]["done"] == events[-1]["total"]
+        assert events[-1]["is_finished"]
+
+
+def test_a_prune_counts_what_it_reads_and_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(RUN, tmp_path / "run")
+    monkeypatch.setattr(progress, "EVENT_S", 0.0)
+    assert main(["prune", str(tmp_path / "run"), "--keep-last", "1", "--yes", "--progress", "json"]) == 0
+    last = {event["what"]: (event["unit"], event["done"], event["total"]) for event in _events(capsys)}
+    assert last["read"] == ("checkpoints", 3, 3)
+    unit, done, total = last["delete"]
+    assert (unit, done) == ("objects", total)
+    assert done > 0
 
 
 def test_work_that_fails_ends_unfinished(capsys: pytest.CaptureFixture[str]) -> None:

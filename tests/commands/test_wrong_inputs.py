@@ -12,9 +12,10 @@ from titan_ckpt.cli.main import COMMANDS, main
 from titan_ckpt.console.command import ParserExit
 from tools.paths import DATA
 from tools.wrong_inputs.campaign import Answer, all_lines, ask, faults, working_folder
-from tools.wrong_inputs.lines import WrongLine, commands
+from tools.wrong_inputs.lines import WrongLine, commands, lines_without_effect
 
 RUN = "runs/tiny"
+RULES = {name: parser for name, parser in commands().items() if parser.rules}
 # The command line, its exit code, and words that the line must have: the mistake, then the mend.
 WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("lss runs", 2, ("'lss'", "did you mean 'ls'?")),
@@ -28,7 +29,6 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("ls htp://host/run", 2, ("htp",)),
     ("ls s3://", 2, ("names no bucket", "s3://bucket/folder")),
     ("ls runs/tiny@2", 2, ("without a step",)),
-    ("ls afile", 3, ("afile", "check the URL")),
     ("ls empty", 3, ("empty", "check the URL")),
     ("ls @1", 2, ("'@1'", "before the @")),
     ("ls runs/tiny --chek", 2, ("--chek", "did you mean '--check'?")),
@@ -84,12 +84,12 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("plot empty", 3, ("metrics.jsonl", "titan-ckpt train")),
     ("config --explain mesh.tq", 2, ("'mesh.tq'", "did you mean 'mesh.tp'?")),
     ("init --template huge", 2, ("'huge'", "there are")),
-    ("init afile", 2, ("afile exists", "name another file")),
+    ("init afile", 2, ("afile", "ends with .toml")),
     ("doctor s3//bucket", 2, ("did you mean s3://bucket?",)),
     ("completion tcsh", 2, ("tcsh", "bash")),
     ("train debug --set data.source=afile --set data.format=chat --pretokenise out", 2, ("--pretokenise", "'chat'")),
-    ("train debug --print-config --restarts -3", 2, ("--restarts", "-3", "from 0 on")),
-    ("train debug --print-config --gpus 0", 2, ("--gpus", "from 1 to")),
+    ("train debug --restarts -3", 2, ("--restarts", "-3", "from 0 on")),
+    ("train debug --plan --gpus 0", 2, ("--gpus", "from 1 to")),
     ("config --explain=", 2, ("no setting ''",)),
     ("train sft", 2, ("sft is a template", "init --template sft")),
     ("train nope.toml", 2, ("no such config file", "titan-ckpt init")),
@@ -100,6 +100,33 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("train debug --set mesh.tp=two", 2, ("mesh.tp", "two")),
     ("train debug --set save.url=s3//bucket/run --print-config", 2, ("did you mean s3://bucket/run?",)),
     ("train debug --set mesh.tp=3 --print-config", 2, ("tp",)),
+    ("train debug --plan --gpus 8 --set mesh.tp=3", 2, ("mesh.tp=3", "leave it out")),
+    ("train runs/tiny@1 --export-adapter out --set train.steps=3", 2, ("--set", "records its settings")),
+    ("train runs/tiny", 2, ("is a folder", "TOML file")),
+    ("train s3://bucket/x.toml", 2, ("local TOML file",)),
+    ("train debug mesh.tp=2", 2, ("did you mean --set mesh.tp=2?", "titan-ckpt train --help")),
+    ("train debug --nproc 1.5", 2, ("--nproc", "'1.5' is not a whole number")),
+    ("init tiny", 2, ("did you mean --template tiny?",)),
+    ("init nofolder/x.toml", 2, ("no folder nofolder",)),
+    ("init s3://bucket/x.toml", 2, ("local file",)),
+    ("ls afile", 3, ("it is a file",)),
+    ("prune runs/tny --keep-last 1", 3, ("did you mean 'tiny'?",)),
+    ("prune runs/tiny --keep-last 1 -n --yes", 2, ("--dry-run has no effect with --yes",)),
+    ("cp runs/tiny@1 afile -n", 2, ("afile is a file", "a folder")),
+    ("cp runs/tiny@1 afile/below", 2, ("afile is a file", "a folder")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 -n --placements binary", 2, ("binary", "not UTF-8")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 -n --exclude zz.*", 2, ("--exclude 'zz.*'", "inspect")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 -n --rename a=b", 2, ("--rename 'a'", "inspect")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 -n --stages-per-rank 2", 2, ("stages_per_rank", "no pipeline")),
+    ("convert from-hf empty out --verify", 2, ("--verify", "convert from-hf --help")),
+    ("convert from-hf afile out", 3, ("it is a file",)),
+    ("debug colect --pid 1", 2, ("did you mean 'collect'?",)),
+    ("debug --all collect --pid 1 --out out", 2, ("--all has no effect before collect",)),
+    ("debug empty --html empty", 2, ("empty is a folder",)),
+    ("debug inject skip --out afile", 2, ("afile", "give a folder")),
+    ("doctor htp://host", 2, ("htp", "s3://")),
+    ("demo --dir afile", 2, ("afile is a file",)),
+    ("ls runs/tiny -v -q", 2, ("--verbose has no effect with --quiet",)),
 ]
 
 
@@ -109,6 +136,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(DATA / "golden" / "v1", tmp_path / RUN)
     (tmp_path / "empty").mkdir()
     (tmp_path / "afile").write_text("hello\n")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -130,6 +158,33 @@ def test_a_mistake_is_named_in_one_line_with_its_mend(
     assert printed.err.count("\n") == 1, printed.err
     assert all(word in printed.err for word in words), printed.err
     assert sorted(folder.rglob("*")) == before, "a wrong command line leaves nothing behind"
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_options_without_effect_are_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rule of a parser, by a line that breaks it alone: never a silent loss of what was asked for."""
+    for line in lines_without_effect(name, RULES[name]):
+        assert _exit_code([*line.words]) == 2, line.words
+        printed = capsys.readouterr().err
+        assert f"{line.wrong} has no effect with" in printed, (line.words, printed)
+
+
+def test_a_link_to_itself_hides_no_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / RUN / "loop").symlink_to("loop")
+    (folder / RUN / "step-00000001" / "loop").symlink_to("loop")
+    assert main(["ls", RUN]) == 0
+    assert main(["verify", RUN, "--data"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_torchrun_starts_the_ranks_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "debug", "--nproc", "2"]) == 2
+    assert "--nproc has no effect under torchrun" in capsys.readouterr().err
 
 
 def test_a_line_break_in_a_setting_sets_no_second_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,11 @@ def nearby(url: str) -> str:
     if (match := re.search(r"@([^@/]+)\Z", url)) is not None:
         return f"; {redact(match[1])!r} is no step: write a number, {redact(url[: match.start()])}@1200, or @latest"
     path = local_path(url)
-    if scheme(url) != "file" or os.path.exists(path):
+    if scheme(url) != "file":
+        return ""
+    if os.path.isfile(path):
+        return "; it is a file, and a run is a folder"
+    if os.path.exists(path):
         return ""
     folder, name = os.path.split(path)
     try:

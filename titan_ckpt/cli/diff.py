@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from titan_ckpt.check.diff import Comparison, Difference, compare
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.command import Command, Parser, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
-from titan_ckpt.errors import UsageError
 
 EPILOG = """\
 examples:
@@ -21,7 +20,7 @@ examples:
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the arguments."""
     parser.epilog = EPILOG
     parser.add_argument("a", metavar="A", help="URL[@STEP]")
@@ -32,12 +31,11 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--layout", action="store_true", help="count another mesh or placement as a difference too")
     add_json_flag(parser)
+    parser.needs("--rtol", "--values")
 
 
 def run(arguments: Namespace) -> int:
     """Compare the two; 1 if they differ."""
-    if arguments.rtol and not arguments.values:
-        raise UsageError("--rtol needs --values: without it only digests are compared")
     a, b = open_checkpoint(arguments.a), open_checkpoint(arguments.b)
     with ProgressLine("diff", a.manifest.size_bytes + b.manifest.size_bytes) as progress:
         found = compare(a, b, values=arguments.values, rtol=arguments.rtol, on_bytes=progress.add)

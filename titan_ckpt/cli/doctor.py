@@ -11,7 +11,9 @@ from titan_ckpt.cli.examine.finding import Finding
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_text
-from titan_ckpt.location import run_location
+from titan_ckpt.errors import UsageError
+from titan_ckpt.location import redact, run_location, scheme
+from titan_ckpt.store.open import can_open
 
 EPILOG = """\
 A store is examined with a few objects of random names, which are deleted again. Exit code 1 if something would fail.
@@ -33,7 +35,11 @@ def configure(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Print each finding as soon as it is known; 1 if one of them is a failure."""
     for url in arguments.urls:
-        run_location(url)  # a mistyped URL is an error of the command line, not of the machine
+        # A mistyped URL is an error of the command line, not of the machine.
+        if not can_open(run_location(url).url):
+            raise UsageError(
+                f"{redact(url)}: no client knows {scheme(url)}://; write s3://, gs://, az:// or another of fsspec's"
+            )
     findings = []
     for finding in _examine(arguments.urls):
         findings.append(finding)

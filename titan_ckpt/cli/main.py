@@ -13,7 +13,7 @@ from types import FrameType
 
 from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
-from titan_ckpt.console.command import Command, Parser, ParserExit
+from titan_ckpt.console.command import Command, CommandParser, Parser, ParserExit
 from titan_ckpt.console.output import (
     OutputClosedError,
     drop_unwritten,
@@ -203,7 +203,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         "--progress", choices=["auto", "json"], default="auto",
         help="json: everything on stderr as events, one JSON object per line (docs/bots.md); auto: a line on a terminal",
     )  # fmt: skip
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.excludes("--verbose", "--quiet")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=CommandParser)
     for name, entry in COMMANDS.items():
         subparser = subparsers.add_parser(
             name,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from titan_ckpt.console.command import Command, add_json_flag
+from titan_ckpt.console.command import Command, Parser, add_json_flag
 from titan_ckpt.console.output import format_table, write_json, write_text
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size
 from titan_ckpt.upkeep.pruning import PruneReport, prune
 from titan_ckpt.upkeep.retention import DAY_S, RetentionPolicy, parse_age
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the arguments."""
     parser.epilog = (
         "Never deleted: the newest whole resumable checkpoint, steps listed in RUN/pins.txt (one a line), model-only exports,\n"
@@ -37,7 +38,10 @@ def configure(parser: ArgumentParser) -> None:
         "--older-than", type=parse_age, default=DAY_S, metavar="AGE", help="how old for --incomplete (default 1d)"
     )
     parser.add_argument("--yes", action="store_true", help="delete; without it, only list what would be deleted")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="list what would be deleted: the default")
+    parser.excludes("--dry-run", "--yes")
     add_json_flag(parser)
+    parser.needs("--older-than", "--incomplete")
 
 
 def run(arguments: Namespace) -> int:
@@ -49,7 +53,7 @@ def run(arguments: Namespace) -> int:
         is_incomplete=arguments.incomplete,
         older_than_s=arguments.older_than,
     )
-    report = prune(arguments.url, policy, dry_run=not arguments.yes)
+    report = _prune(arguments.url, policy, dry_run=not arguments.yes)
     if arguments.json:
         rows = [{"what": item.what, "step": item.step, "size_bytes": item.size_bytes} for item in report.garbage]
         kept = list(report.kept)
@@ -57,6 +61,16 @@ def run(arguments: Namespace) -> int:
     else:
         write_text("\n".join([_text(report), *report.kept]))
     return 1 if report.is_blocked else 0
+
+
+def _prune(url: str, policy: RetentionPolicy, *, dry_run: bool) -> PruneReport:
+    with ProgressLine("read", unit="checkpoints") as reading, ProgressLine("delete", unit="objects") as deleting:
+
+        def on_delete(done: int, total: int) -> None:
+            reading.close()  # a terminal has room for one line
+            deleting.show(done, total)
+
+        return prune(url, policy, dry_run=dry_run, on_read=reading.show, on_delete=on_delete)
 
 
 def _text(report: PruneReport) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from typing import Any
 
 from titan_ckpt.arguments import check_number
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.console.command import Command
+from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import format_table, write_coloured, write_json, write_text
@@ -38,7 +38,7 @@ on where it was: files that are whole are verified and kept.
 """
 
 
-def configure(parser: ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the arguments."""
     parser.epilog = EPILOG
     parser.add_argument("source", metavar="SRC", help="URL[@STEP] of the checkpoint")
@@ -68,6 +68,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--latency", type=float, default=0.0, metavar="SECONDS", help="per request, for the time estimate"
     )
+    for option in ("--bandwidth", "--latency"):
+        parser.needs(option, "--dry-run")
+    parser.excludes("--show", "--json")
 
 
 def run(arguments: Namespace) -> int:
@@ -112,8 +115,9 @@ def _rules(path: str | None) -> tuple[PlacementRule, ...]:
     try:
         with open(path, encoding="utf-8") as file:
             return read_rules(file.read(), where=path)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: give a TOML file with a table [placements]") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: {why}: give a TOML file with a table [placements]") from error
 
 
 def _filter(arguments: Namespace) -> Filter:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from argparse import Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -23,8 +24,61 @@ class ParserExit(SystemExit):
         self.wrong = wrong
 
 
+_NOT_A = {"int": "a whole number", "float": "a number"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """`option` has no effect without one of `needed`, or beside one of `excluded`."""
+
+    option: str
+    needed: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+
+
 class Parser(ArgumentParser):
-    """An argument parser that prints through the console."""
+    """An argument parser that prints through the console, and refuses options that would have no effect.
+
+    Options are named by their long form, positional arguments by their metavar. A namespace that it returns has `given`, the
+    names of all arguments that were on the line.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rules: list[_Rule] = []
+        self._given: set[str] = set()
+
+    def needs(self, option: str, *others: str) -> None:
+        """Refuse `option` where none of `others` is given."""
+        self.rules.append(_Rule(option=option, needed=others))
+
+    def excludes(self, option: str, *others: str) -> None:
+        """Refuse `option` beside one of `others`."""
+        self.rules.append(_Rule(option=option, excluded=others))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ArgumentParser's; the rules are applied when every argument is known."""
+        self._given = set(getattr(namespace, "given", ()))
+        found, unknown = super().parse_known_args(args, namespace)
+        found.given = self._given | getattr(found, "given", set())
+        if not unknown:
+            self._apply_rules(found.given)
+        return found, unknown
+
+    def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
+        if action.option_strings or arg_strings:
+            self._given.add(action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest))
+        return super()._get_values(action, arg_strings)
+
+    def _apply_rules(self, given: set[str]) -> None:
+        for rule in self.rules:
+            if rule.option not in given:
+                continue
+            if rule.needed and not given.intersection(rule.needed):
+                others = " or ".join(rule.needed)
+                self.error(f"{rule.option} has no effect without {others}; leave it out, or add {others}")
+            if beside := next((other for other in rule.excluded if other in given), None):
+                self.error(f"{rule.option} has no effect with {beside}; leave one of them out")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if not message:
@@ -41,12 +95,17 @@ class Parser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line that says what is wrong; `--help` shows the rest."""
+        for kind, meaning in _NOT_A.items():
+            message = re.sub(rf"invalid {kind} value: (.*)", rf"\1 is not {meaning}", message)
         self.exit(2, f"{self.prog}: error: {message}; {self._meant(message)}`{self.prog} --help` shows how\n")
 
     def _meant(self, message: str) -> str:
-        """The option that an unknown one is most like."""
+        """The option that an unknown one is most like, or the one that takes the values of settings."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
-        return nearest(unknown[0].partition("=")[0], _options(self)) if unknown and unknown[0].startswith("-") else ""
+        if unknown and unknown[0].startswith("-"):
+            return nearest(unknown[0].partition("=")[0], self._option_string_actions)
+        is_setting = unknown and "=" in unknown[0] and "--set" in self._option_string_actions
+        return f"did you mean --set {unknown[0]}? " if is_setting else ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""
@@ -58,20 +117,22 @@ class Parser(ArgumentParser):
         raise ParserExit(status, wrong)
 
 
-def _options(parser: ArgumentParser) -> list[str]:
-    """The options of a parser and of the sub-parsers whose arguments are loaded."""
-    found = list(parser._option_string_actions)
-    for action in parser._actions:
-        for child in action.choices.values() if isinstance(action, _SubParsersAction) else ():
-            found += _options(child)
-    return found
+class CommandParser(Parser):
+    """The parser of a command: it refuses an argument that it does not know itself, and so names the command and its help."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As Parser's, but all arguments must be known."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """`configure` adds the arguments; `run` does the work and returns the exit code (0 fine, 1 a finding)."""
 
-    configure: Callable[[ArgumentParser], None]
+    configure: Callable[[Parser], None]
     run: Callable[[Namespace], int]
 
 

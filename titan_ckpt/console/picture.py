@@ -31,6 +31,8 @@ def check_picture(path: str, *, is_forced: bool) -> None:
     """Refuse to write `path`: AlreadyExistsError for a file without our mark unless `is_forced`, UsageError without a folder."""
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"{path}: there is no folder {os.path.dirname(path)}; make it first, or give another file")
+    if os.path.isdir(path):
+        raise UsageError(f"{path} is a folder; give the name of a file")
     if not os.path.lexists(path) or is_forced:
         return
     if os.path.islink(path) or not os.path.isfile(path) or not _is_ours(path):

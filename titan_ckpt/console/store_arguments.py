@@ -37,7 +37,8 @@ def split_store_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, lis
     """The store arguments among `words`, and the other words."""
     parser = Parser(prog="titan-ckpt", add_help=False, allow_abbrev=False)
     add_store_arguments(parser)
-    return parser.parse_known_args(words)
+    found, others = parser.parse_known_args(words)
+    return found, others
 
 
 def store_options(namespace: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ writes the page. Last, a hanging job is diagnosed. Every act checks what it says
 
 examples:
   pip install 'titan-ckpt[demo]'
-  titan-ckpt demo                             # 2 to 3 minutes on 2 cores; files in titan-demo/
+  titan-ckpt demo                             # 4 minutes of processor time; files in titan-demo/
   titan-ckpt demo --json --dir /tmp/demo      # the facts as JSON, the story on stderr
 """
 
@@ -66,7 +66,9 @@ def run(arguments: Namespace) -> int:
 
 def prepare(folder: Path) -> None:
     """Create an empty folder; UsageError if there is something in it, which the demo never deletes."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; give a folder as --dir")
+    if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty; delete it if an earlier demo made it, or give another --dir")
     folder.mkdir(parents=True, exist_ok=True)
 

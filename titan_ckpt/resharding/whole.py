@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from titan_ckpt.arguments import check_type, check_whole
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import as_checkpoint
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import PlanError, UsageError
 from titan_ckpt.location import StrPath, run_location
 from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, ReshardPlan, ReshardReport, Workers, plan_reshard, run_plan
@@ -61,6 +61,10 @@ def plan_selected(
     """`plan_reshard` of what `wanted` selects, with floating-point weights cast to `dtype`."""
     if stages_per_rank is not None:
         check_whole(stages_per_rank, "stages_per_rank", at_least=1)
+        if MeshSpec.parse(str(mesh)).degree("pp") == 1:
+            raise PlanError(
+                f"stages_per_rank is {stages_per_rank}, but mesh {mesh} has no pipeline; leave it out, or add pp="
+            )
     selection = select(checkpoint.manifest, wanted)
     if dtype is not None:
         from titan_ckpt.rewrite.cast import with_dtype  # torch takes a second to import, and only a cast needs it

@@ -55,11 +55,15 @@ class Filter:
         """
         for text in self.rename:
             old, _, new = text.partition("=")
-            match = re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), fqn)
-            if match:
+            if match := _renamed(old, fqn):
                 parts = new.split("*")
                 return parts[0] + "".join(a + b for a, b in zip(match.groups(), parts[1:], strict=True))
         return fqn
+
+
+def _renamed(old: str, fqn: str) -> re.Match[str] | None:
+    """What each `*` of a rename's left side matches in `fqn`; None if it does not match."""
+    return re.fullmatch("(.*)".join(map(re.escape, old.split("*"))), fqn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ def select(manifest: Manifest, wanted: Filter | None = None) -> Selection:
         old, separator, new = text.partition("=")
         if not separator or not old or old.count("*") != new.count("*"):
             raise PlanError(f"rename {text!r}: write OLD=NEW with as many * on both sides")
+    _check_used(manifest, wanted)
     items = tuple(
         Selected(source_fqn=entry.fqn, entry=replace(entry, fqn=wanted.new_name(entry.fqn)))
         for entry in manifest.tensors
@@ -120,6 +125,21 @@ def select(manifest: Manifest, wanted: Filter | None = None) -> Selection:
         if other != item.source_fqn:
             raise PlanError(f"{other} and {item.source_fqn} would both be named {item.fqn}: change --rename")
     return Selection(items=tuple(sorted(items, key=lambda item: item.fqn)), filter=wanted)
+
+
+def _check_used(manifest: Manifest, wanted: Filter) -> None:
+    """PlanError for a glob that no name matches: it has no effect, and may be a slip."""
+    names = [*manifest.by_fqn, *manifest.objects_by_fqn]
+    uses = [("--include", glob, fnmatchcase) for glob in wanted.include]
+    uses += [("--exclude", glob, fnmatchcase) for glob in wanted.exclude]
+    renames = [
+        ("--rename", text.partition("=")[0], lambda name, old: bool(_renamed(old, name))) for text in wanted.rename
+    ]
+    for option, glob, is_match in [*uses, *renames]:
+        if not any(is_match(name, glob) for name in names):
+            raise PlanError(
+                f"{option} {glob!r}: no tensor or value of the checkpoint matches; `inspect` lists their names"
+            )
 
 
 def is_cast(entry: TensorEntry, dtype: str) -> bool:

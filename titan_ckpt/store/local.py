@@ -117,9 +117,11 @@ class FileStore(Store):
         for path in reversed(missing):
             try:
                 os.mkdir(path)
-            except FileExistsError:
+            except FileExistsError as error:
                 if not os.path.isdir(path):
-                    raise
+                    raise AlreadyExistsError(
+                        f"{redact(path)}: is a file where a folder is needed; give another name"
+                    ) from error
         self._durable.difference_update(missing)
         while folder not in self._durable and (parent := os.path.dirname(folder)) != folder:
             is_ours = folder.startswith(self._root + os.sep) or folder in missing
@@ -131,7 +133,7 @@ class FileStore(Store):
     def folders(self, prefix: str = "") -> list[str]:
         try:
             with _os_errors(self.where(prefix)), os.scandir(self._folder(prefix)) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
+                return sorted(entry.name for entry in entries if not _is_loop(entry) and entry.is_dir())
         except NotFoundError:
             return []
 
@@ -152,7 +154,7 @@ class FileStore(Store):
         """The files of a folder, then those of its subfolders, with one `stat` per file: there may be tens of thousands."""
         try:
             with _os_errors(redact(folder)), os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+                entries = sorted((entry for entry in found if not _is_loop(entry)), key=lambda entry: entry.name)
         except NotFoundError:
             return
         subfolders = []
@@ -279,6 +281,15 @@ class _OpenFile:
         return Store.read(
             self._store, self._path, start, length
         )  # retry a short read, or raise the error for a short file
+
+
+def _is_loop(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a link to itself, which is neither file nor folder."""
+    try:
+        entry.is_dir()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def _is_temporary(path: str) -> bool:

@@ -74,6 +74,7 @@ def cp(
         opened, target = as_checkpoint(source), destination if isinstance(destination, Store) else open_store(url)
     if url == opened.store.url:
         raise UsageError(f"{redact(url)} is the source's own run; give another URL")
+    check_writable(target.url)
     if dry_run:
         sizes = [file.size_bytes for file in opened.manifest.files]
         return CopyReport(

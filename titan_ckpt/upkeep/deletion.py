@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
+from typing import TypeAlias
 
 from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import named_files
 from titan_ckpt.checkpoint.kinds import CheckpointState
+from titan_ckpt.checkpoint.nearby import nearby
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
 from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError
 from titan_ckpt.format.commit import commit_version
@@ -29,6 +32,8 @@ from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
 SHOWN_NAMES = 4
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Hears how much is done, and of how much."""
 MARK = b"A deletion takes files from this folder. While this file is here, saves that need one of them fail.\n"
 
 
@@ -137,22 +142,27 @@ def _checkpoint(store: Store, info: CheckpointInfo, manifest: Manifest, *, url: 
     return Checkpoint(store=store, url=url or store.url, step=info.step, folder=folder, manifest=manifest)
 
 
-def plan_removal(store: Store, policy: RetentionPolicy, *, now_s: float) -> RemovalPlan:
-    """What `policy` deletes from a run, at the time `now_s`; deletes nothing.
+def plan_removal(
+    store: Store, policy: RetentionPolicy, *, now_s: float, on_read: OnProgress = lambda _done, _total: None
+) -> RemovalPlan:
+    """What `policy` deletes from a run, at the time `now_s`; deletes nothing. `on_read` hears of each checkpoint that was opened.
 
     Every checkpoint is opened first: only a whole one counts as kept. NotCommittedError if the run has no step; StoreError if
     anything could not be listed or read.
     """
     infos = list_checkpoints(store)
     if not infos:
-        raise NotCommittedError(f"{store}: no checkpoint here")
+        raise NotCommittedError(f"{store}: no checkpoint here{nearby(store.url) or '; check the URL'}")
     unmirrored = read_unmirrored(store)
     reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
     policy = replace(policy, pins=policy.pins | unmirrored)
     if not policy.is_incomplete and not prune(infos, policy):
         refused = [f"{store}@{info.step}: {info.problem}" for info in infos if info.state == CheckpointState.UNREADABLE]
         return RemovalPlan(kept=(*reasons, *refused))
-    looked = {info.step: _with_index(store, _look(store, info)) for info in infos}
+    looked: dict[int, _Looked] = {}
+    for info in infos:
+        looked[info.step] = _with_index(store, _look(store, info))
+        on_read(len(looked), len(infos))
     infos = [found.info for found in looked.values()]
     files = _Files(store, looked)
     ages = {}
@@ -258,13 +268,13 @@ def _due(store: Store, step: int) -> str:
     return f"{store}@{step}: kept: not yet copied to the second tier; to let it go, remove it from {store.where(UNMIRRORED)}"
 
 
-def delete(store: Store, plan: RemovalPlan) -> list[str]:
+def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = lambda _done, _total: None) -> list[str]:
     """Delete what `plan` names: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
 
     A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And
     nothing goes that a save has committed again or come to need since the plan was made (see `references`): it returns lines
-    about that. CheckpointError if what a save needs cannot be read, before anything is deleted; or if a writer that does not look
-    for marks committed in the midst of the deletion, so that its step is not whole.
+    about that. `on_delete` hears of each object. CheckpointError if what a save needs cannot be read, before anything is
+    deleted; or if a writer that does not look for marks committed in the midst of the deletion, so that its step is not whole.
     """
     still = [item for item in plan.garbage if item.version is None or item.version == commit_version(store, item.step)]
     reasons = [
@@ -284,7 +294,7 @@ def delete(store: Store, plan: RemovalPlan) -> list[str]:
                 mark,
                 [MARK],
             )
-        return reasons + _delete_marked(store, paths, look)
+        return reasons + _delete_marked(store, paths, look, on_delete)
     finally:
         store.delete(marks)
 
@@ -295,16 +305,23 @@ def _attempts(paths: Iterable[str]) -> set[str]:
     return {folder for folder in found if is_attempt(folder.rpartition("/")[2])}
 
 
-def _delete_marked(store: Store, paths: list[str], look: Callable[[], Needs]) -> list[str]:
-    commits = [path for path in paths if path.endswith(f"/{COMMIT}")]
-    store.delete(commits)
+def _delete_marked(store: Store, paths: list[str], look: Callable[[], Needs], on_delete: OnProgress) -> list[str]:
+    number = count(1)
+
+    def counted(paths: Iterable[str]) -> Iterator[str]:
+        for path in paths:
+            yield path
+            on_delete(next(number), total)
+
+    total, commits = len(paths), [path for path in paths if path.endswith(f"/{COMMIT}")]
+    store.delete(counted(commits))
     now, again = look(), _committed_again(store, commits)
     rest = [path for path in paths if path not in commits]
     going = [path for path in rest if not now.holds(path) and path.partition("/")[0] not in again]
     indices = [path for path in going if path.endswith(f"/{METADATA}")]
     data = [path for path in going if path not in indices]
-    store.delete(indices)
-    store.delete(data)
+    store.delete(counted(indices))
+    store.delete(counted(data))
     for folder in _committed_again(store, indices):
         mend_metadata(store, int(folder.removeprefix("step-")))  # committed just before its old `.metadata` was deleted
     if lost := sorted(look().files.intersection(data)):

@@ -16,7 +16,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep import retention
-from titan_ckpt.upkeep.deletion import Garbage, delete, plan_removal, read_pins
+from titan_ckpt.upkeep.deletion import Garbage, OnProgress, delete, plan_removal, read_pins
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy
 
 
@@ -51,6 +51,8 @@ def prune(
     *,
     dry_run: bool = True,
     storage_options: Options = None,
+    on_read: OnProgress | None = None,
+    on_delete: OnProgress | None = None,
 ) -> PruneReport: ...
 
 
@@ -62,14 +64,16 @@ def prune(
 
 def prune(
     run: StrPath | Store | Iterable[CheckpointInfo], policy: RetentionPolicy, *, dry_run: bool = True,
-    ages_s: Mapping[int, float] | None = None, storage_options: Options = None,
+    ages_s: Mapping[int, float] | None = None, storage_options: Options = None, on_read: OnProgress | None = None,
+    on_delete: OnProgress | None = None,
 ) -> PruneReport | list[CheckpointInfo]:  # fmt: skip
     """Delete the checkpoints of the run at a URL that `policy` does not keep. Only a preview unless `dry_run=False`.
 
     Never deleted: the newest whole resumable checkpoint, the steps in the run's `pins.txt`, exports, damaged checkpoints, steps
     not yet copied to a second tier, files that another checkpoint refers to, and what titan-ckpt did not write. UsageError if
     `policy.pins` names a step that the run does not have; NotCommittedError if it has none at all; StoreError, before anything is
-    deleted, if something could not be listed or read.
+    deleted, if something could not be listed or read. `on_read` hears how many checkpoints of how many were opened, `on_delete`
+    how many objects of how many are gone.
 
     Given the list of `list_checkpoints` in place of a URL, returns which of them the policy would let go, and reads nothing;
     `ages_s` are then the ages of uncommitted steps in seconds.
@@ -83,17 +87,23 @@ def prune(
         return retention.prune(infos, policy, ages_s=ages_s)
     with using(storage_options, run):
         store = run if isinstance(run, Store) else open_store(run_location(cast(StrPath, run)).url)
-    return _prune_run(store, policy, dry_run=dry_run)
+    return _prune_run(store, policy, dry_run=dry_run, on_read=on_read or _ignore, on_delete=on_delete or _ignore)
 
 
-def _prune_run(store: Store, policy: RetentionPolicy, *, dry_run: bool) -> PruneReport:
+def _ignore(_done: int, _total: int) -> None:
+    return None
+
+
+def _prune_run(
+    store: Store, policy: RetentionPolicy, *, dry_run: bool, on_read: OnProgress, on_delete: OnProgress
+) -> PruneReport:
     pins, infos = read_pins(store), list_checkpoints(store)
     _check_wanted(policy.pins, infos, store)
-    plan = plan_removal(store, replace(policy, pins=pins | policy.pins), now_s=time.time())
+    plan = plan_removal(store, replace(policy, pins=pins | policy.pins), now_s=time.time(), on_read=on_read)
     absent = sorted(pins - {info.step for info in infos})
     reasons = [*plan.kept, *(f"{store.where(PINS)}: this run has no step {step}" for step in absent)]
     if not dry_run:
-        reasons += delete(store, plan)
+        reasons += delete(store, plan, on_delete=on_delete)
     return PruneReport(is_deleted=not dry_run, garbage=plan.garbage, kept=tuple(reasons), is_blocked=plan.is_blocked)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.cli.main import build_parser
+from titan_ckpt.console.command import Parser
 from titan_ckpt.debug.cli import verb_parsers
 
 # A right line of each command, in the folder that `campaign.make_folder` makes. None of them starts a job.
@@ -108,22 +109,23 @@ class WrongLine:
     option: str = ""
 
 
-def commands() -> dict[str, argparse.ArgumentParser]:
+def commands() -> dict[str, Parser]:
     """The parser of every command that does something."""
     found = dict(_leaves(build_parser(), ""))
     return found | {parser.prog.removeprefix("titan-ckpt "): parser for parser in verb_parsers()}
 
 
-def _leaves(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _leaves(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, Parser]]:
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     for action in inner:
         for child, parsed in action.choices.items():
             yield from _leaves(parsed, f"{name} {child}".strip())
     if not inner:
+        assert isinstance(parser, Parser)
         yield name, parser
 
 
-def wrong_lines(name: str, parser: argparse.ArgumentParser) -> Iterator[WrongLine]:
+def wrong_lines(name: str, parser: Parser) -> Iterator[WrongLine]:
     """Every wrong line of a command."""
     start, right = name.split(), RIGHT[name]
     for action in parser._actions:
@@ -133,9 +135,47 @@ def wrong_lines(name: str, parser: argparse.ArgumentParser) -> Iterator[WrongLin
             yield from _wrong_options(name, right, action)
         else:
             yield from _wrong_positionals(name, right, parser, action)
+    yield from lines_without_effect(name, parser)
     yield WrongLine(words=(*start, *right, "--nosuch"), wrong="--nosuch")
     if not any(action.nargs in ("*", "...") for action in parser._actions):
         yield WrongLine(words=(*start, *right, "one", "more", "extra"), wrong="extra")
+
+
+def lines_without_effect(name: str, parser: Parser) -> Iterator[WrongLine]:
+    """For each rule of the parser a line with an option that would do nothing: alone, or beside one that it does not go with."""
+    mentioned = {option for rule in parser.rules for option in (rule.option, *rule.needed, *rule.excluded)}
+    words = [*name.split(), *_without_all(RIGHT[name], parser, mentioned)]
+    for rule in parser.rules:
+        if rule.needed:
+            yield WrongLine(words=(*words, _given(parser, rule.option)), wrong=rule.option)
+        for other in rule.excluded:
+            if other.startswith("-"):
+                yield WrongLine(words=(*words, _given(parser, rule.option), _given(parser, other)), wrong=rule.option)
+
+
+def _without_all(words: list[str], parser: Parser, options: set[str]) -> list[str]:
+    """The words less these options, by whatever name, and their values."""
+    found, given = [], iter(words)
+    for word in given:
+        action = parser._option_string_actions.get(word)
+        if action is None or action.option_strings[-1] not in options:
+            found.append(word)
+        elif action.nargs != 0:
+            next(given)
+    return found
+
+
+def _given(parser: Parser, option: str) -> str:
+    """The option with a value that it takes."""
+    action = parser._option_string_actions[option]
+    if action.nargs == 0:
+        return option
+    values = {"parse_age": "2d", "parse_screen_size": "80x24"}
+    return f"{option}={next(iter(action.choices)) if action.choices else values.get(_kind(action), '1')}"
+
+
+def _kind(action: argparse.Action) -> str:
+    return getattr(action.type, "__name__", "")
 
 
 def _wrong_options(name: str, right: list[str], action: argparse.Action) -> Iterator[WrongLine]:
@@ -158,9 +198,7 @@ def _without(words: Sequence[str], option: str) -> list[str]:
     return [*words[:at], *words[at + 2 :]]
 
 
-def _wrong_positionals(
-    name: str, right: list[str], parser: argparse.ArgumentParser, action: argparse.Action
-) -> Iterator[WrongLine]:
+def _wrong_positionals(name: str, right: list[str], parser: Parser, action: argparse.Action) -> Iterator[WrongLine]:
     start = name.split()
     places = [other for other in parser._actions if not other.option_strings and other.help != argparse.SUPPRESS]
     place = places.index(action)
@@ -186,7 +224,7 @@ def _candidates(places: list[str], action: argparse.Action) -> tuple[str, ...]:
     if action.choices is not None:
         first = str(next(iter(action.choices)))
         return ("nope", first[:-1], f"{first}x", "")
-    kind = getattr(action.type, "__name__", "")
+    kind = _kind(action)
     if kind in WRONG_BY_TYPE:
         return WRONG_BY_TYPE[kind]
     if action.dest in ("destination", "dst"):

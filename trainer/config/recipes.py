@@ -42,9 +42,9 @@ def find_template(name: str) -> Path:
 
 def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     """The file of recipe `name`, or of the only one whose name ends with it (`8b` is llama3_8b). ConfigError if there is none."""
-    known = recipes() if known is None else known
-    found = [path for stem, path in known.items() if name == stem] or [
-        path for stem, path in known.items() if stem.endswith(f"_{name}")
+    known, wanted = recipes() if known is None else known, name.lower()
+    found = [path for stem, path in known.items() if wanted == stem] or [
+        path for stem, path in known.items() if stem.endswith(f"_{wanted}")
     ]
     if len(found) != 1:
         raise ConfigError(f"no recipe {name!r}; {nearest(name, known)}there are {', '.join(known)}")
@@ -57,6 +57,7 @@ def find_config(given: str) -> str:
         return given
     if not given.endswith(".toml") and given in published():
         return str(FOLDER / f"{given}.toml")
+    _refuse_other_kinds(given)
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
     if is_name and given in templates().keys() - recipes().keys():
         raise ConfigError(
@@ -72,6 +73,16 @@ def find_config(given: str) -> str:
     raise ConfigError(
         f"{given}: no such config file; `titan-ckpt init` writes one, and recipes have no path: {', '.join(recipes())}"
     )
+
+
+def _refuse_other_kinds(given: str) -> None:
+    """ConfigError for a folder, a run or a URL in a config's place; a folder that is named like a recipe does no harm."""
+    if "://" in given:
+        raise ConfigError(f"{given}: a config is a local TOML file; copy it here first")
+    if os.path.isdir(given) and given not in recipes():
+        raise ConfigError(
+            f"{given} is a folder: give a TOML file or a recipe; a run goes on with its config and --set save.url={given}"
+        )
 
 
 def recipe_of(origin: str) -> str:

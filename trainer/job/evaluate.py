@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+
+from torch import Tensor
+
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import ConfigError, LoadContractError
 from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy
@@ -12,6 +19,7 @@ from titan_ckpt.trainer.job.own_parts import preparation
 from titan_ckpt.trainer.job.rank_process import RankContext, RankProcess, pick_device, process_group
 from titan_ckpt.trainer.job.resume import Start, check_all_taken, check_model, live_state, load_weights, open_for
 from titan_ckpt.trainer.job.setup import build_model, open_data, open_validation
+from titan_ckpt.trainer.job.validation import Validation
 from titan_ckpt.trainer.model.lora import adapters_of
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -42,13 +50,21 @@ def evaluate_rank(
         if not validation.batches():
             raise ConfigError("there is nothing to evaluate: give validation.sets, or the run's validation.fraction")
 
-        def all_sets() -> dict[str, dict[str, float]]:
-            return {name or HELD_OUT: numbers for name, numbers, _ in validation.run(step)}
+        with optimizer.averaged() if optimizer is not None else nullcontext():
+            return _all_sets(validation, step, is_shown=process.rank == 0)
 
-        if optimizer is None:
-            return all_sets()
-        with optimizer.averaged():
-            return all_sets()
+
+def _all_sets(validation: Validation, step: int, *, is_shown: bool) -> dict[str, dict[str, float]]:
+    """The numbers of each set; the progress line counts this rank's microbatches."""
+    total = sum(len(batch.microbatches) for batch in validation.batches().values())
+    with ProgressLine("eval", total, unit="microbatches", is_shown=is_shown) as progress:
+
+        def prepare(microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            progress.add(1)
+            return validation.prepare(microbatch)
+
+        counted = replace(validation, prepare=prepare)
+        return {name or HELD_OUT: numbers for name, numbers, _ in counted.run(step)}
 
 
 def _load(

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,6 +84,14 @@ class StoppedError(TitanError):
 def is_rank() -> bool:
     """Whether a launcher (torchrun or ours) started this process as one of several ranks."""
     return "TORCHELASTIC_RUN_ID" in os.environ or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def refuse_as_rank(given: Collection[str], *options: str) -> None:
+    """UsageError if one of `options`, which are for the process that starts the ranks, was given to a rank under torchrun."""
+    if found := next((option for option in options if option in given), None):
+        error = UsageError(f"{found} has no effect under torchrun, which starts the ranks itself; leave it out")
+        tell_torchrun(str(error))
+        raise error
 
 
 def is_launched_here() -> bool:

@@ -126,6 +126,13 @@ def _check_planned(config: TrainConfig) -> None:
         )
 
 
+CHOSEN = {
+    *(f"mesh.{name}" for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "pp_layers_per_stage")),
+    "mesh.pp_schedule", "mesh.microbatches", "mesh.activation_checkpoint", "train.microbatch_size",
+}  # fmt: skip
+"""The settings that a plan chooses, whatever the config says."""
+
+
 def _settings(given: TrainConfig, chosen: TrainConfig) -> list[str]:
     """`--set` for each value of `[mesh]` and `[train]` that was changed, in TOML."""
     found = []
