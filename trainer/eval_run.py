@@ -7,6 +7,7 @@ from typing import Any
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.output import format_table, write_json, write_text
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import UsageError
 from titan_ckpt.trainer.config.extension import Extension, load_extension
 from titan_ckpt.trainer.config.recipes import find_config
@@ -49,7 +50,10 @@ def run(arguments: Namespace) -> int:
         return launch(words, config, folder, nproc=arguments.nproc, command="eval")
     process = RankProcess.from_environment() if is_rank() else RankProcess()
     try:
-        found = evaluate_rank(config, process, checkpoint.url, checkpoint.step, averaged=arguments.ema)
+        with ProgressLine("eval", unit="microbatches", is_shown=process.rank == 0) as progress:
+            found = evaluate_rank(
+                config, process, checkpoint.url, checkpoint.step, averaged=arguments.ema, on_progress=progress.show
+            )
     except Exception as error:
         if not is_rank():
             raise

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count
 
 from torch import Tensor
 
-from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.errors import ConfigError, LoadContractError
 from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy
@@ -29,9 +29,18 @@ HELD_OUT = "held out"  # the name of `validation.fraction` in the answer
 
 
 def evaluate_rank(
-    config: TrainConfig, process: RankProcess, url: str, step: int, *, averaged: bool
+    config: TrainConfig,
+    process: RankProcess,
+    url: str,
+    step: int,
+    *,
+    averaged: bool,
+    on_progress: Callable[[int, int], None],
 ) -> dict[str, dict[str, float]]:
-    """The numbers of each set, the same on every rank; `averaged` takes the averages of `optimizer.ema_decay` for weights."""
+    """The numbers of each set, the same on every rank; `averaged` takes the averages of `optimizer.ema_decay` for weights.
+
+    `on_progress` hears how many microbatches of how many this rank has done.
+    """
     mesh = resolve_mesh(config, process.world_size)
     device = pick_device(config.train.device, process.local_rank)
     folder = run_folder(config.log.folder, "")
@@ -51,20 +60,20 @@ def evaluate_rank(
             raise ConfigError("there is nothing to evaluate: give validation.sets, or the run's validation.fraction")
 
         with optimizer.averaged() if optimizer is not None else nullcontext():
-            return _all_sets(validation, step, is_shown=process.rank == 0)
+            return _all_sets(validation, step, on_progress)
 
 
-def _all_sets(validation: Validation, step: int, *, is_shown: bool) -> dict[str, dict[str, float]]:
-    """The numbers of each set; the progress line counts this rank's microbatches."""
-    total = sum(len(batch.microbatches) for batch in validation.batches().values())
-    with ProgressLine("eval", total, unit="microbatches", is_shown=is_shown) as progress:
+def _all_sets(
+    validation: Validation, step: int, on_progress: Callable[[int, int], None]
+) -> dict[str, dict[str, float]]:
+    total, number = sum(len(batch.microbatches) for batch in validation.batches().values()), count(1)
 
-        def prepare(microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-            progress.add(1)
-            return validation.prepare(microbatch)
+    def prepare(microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        on_progress(next(number), total)
+        return validation.prepare(microbatch)
 
-        counted = replace(validation, prepare=prepare)
-        return {name or HELD_OUT: numbers for name, numbers, _ in counted.run(step)}
+    counted = replace(validation, prepare=prepare)
+    return {name or HELD_OUT: numbers for name, numbers, _ in counted.run(step)}
 
 
 def _load(
