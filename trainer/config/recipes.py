@@ -42,13 +42,17 @@ def find_template(name: str) -> Path:
 
 def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     """The file of recipe `name`, or of the only one whose name ends with it (`8b` is llama3_8b). ConfigError if there is none."""
-    known, wanted = recipes() if known is None else known, name.lower()
-    found = [path for stem, path in known.items() if wanted == stem] or [
-        path for stem, path in known.items() if stem.endswith(f"_{wanted}")
-    ]
+    known = recipes() if known is None else known
+    found = _named(name, known)
     if len(found) != 1:
         raise ConfigError(f"no recipe {name!r}; {nearest(name, known)}there are {', '.join(known)}")
     return found[0]
+
+
+def _named(name: str, known: Mapping[str, Path]) -> list[Path]:
+    wanted = name.lower()
+    exact = [path for stem, path in known.items() if wanted == stem]
+    return exact or [path for stem, path in known.items() if stem.endswith(f"_{wanted}")]
 
 
 def find_config(given: str) -> str:
@@ -79,7 +83,7 @@ def _refuse_other_kinds(given: str) -> None:
     """ConfigError for a folder, a run or a URL in a config's place; a folder that is named like a recipe does no harm."""
     if "://" in given:
         raise ConfigError(f"{given}: a config is a local TOML file; copy it here first")
-    if os.path.isdir(given) and given not in recipes():
+    if os.path.isdir(given) and not _named(given, recipes()):
         raise ConfigError(
             f"{given} is a folder: give a TOML file or a recipe; a run goes on with its config and --set save.url={given}"
         )
