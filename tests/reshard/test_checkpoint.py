@@ -218,7 +218,11 @@ def test_an_unknown_model_takes_its_placements_from_a_file(tmp_path: Path, capsy
         (["--mesh", "dp=2"], "unknown mesh axis 'dp'"),
         (["--mesh", "pp=2", "--stages-per-rank", "0"], "stages_per_rank is 0; give a whole number from 1 on"),
         (["--mesh", "dp_shard=2,dp_shard=4"], "axis 'dp_shard' is given twice"),
-        (["--mesh", "dp_shard=2", "--only", "model", "--include", "nothing"], "nothing is left of the checkpoint"),
+        (
+            ["--mesh", "dp_shard=2", "--only", "model", "--include", "nothing"],
+            "--include 'nothing': no tensor or value",
+        ),
+        (["--mesh", "dp_shard=2", "--only", "model", "--include", "optimizer.*"], "nothing is left of the checkpoint"),
         (["--mesh", "dp_shard=2", "--rename", "*=*.*"], "write OLD=NEW with as many \\* on both sides"),
         (["--mesh", "dp_shard=2", "--rename", "model.model.layers.*=same"], "write OLD=NEW"),
         (["--mesh", "dp_shard=2", "--rename", "model.lm_head.weight=model.model.norm.weight"], "would both be named"),
