@@ -119,9 +119,7 @@ class FileStore(Store):
                 os.mkdir(path)
             except FileExistsError as error:
                 if not os.path.isdir(path):
-                    raise AlreadyExistsError(
-                        f"{redact(path)}: is a file where a folder is needed; give another name"
-                    ) from error
+                    raise AlreadyExistsError(f"{redact(path)}: is a file where a folder is needed") from error
         self._durable.difference_update(missing)
         while folder not in self._durable and (parent := os.path.dirname(folder)) != folder:
             is_ours = folder.startswith(self._root + os.sep) or folder in missing
