@@ -26,6 +26,7 @@ from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, Verdi
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
+EQUALLY = 0.7  # of several ranks that a launcher cut off all may have waited but one: they are suspects
 
 
 def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -44,11 +45,16 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         for rank in others
         if rank not in present and _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
+    cut_off = [rank for rank in suspects if _was_cut_off(run.ranks[rank], states[rank])]
+    if len(cut_off) < len(suspects):
+        suspects = [rank for rank in suspects if rank not in cut_off]
     if suspects and len(suspects) <= max(1, len(states) // 2):
         is_unmoved = run.launcher is not None and run.launcher.num_unmoved == len(suspects) == len(states) - len(
             witnesses
         )
-        yield from _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
+        found = _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
+        is_open = len(cut_off) > 1 and set(cut_off) == set(suspects)
+        yield from (replace(one, confidence=one.confidence * EQUALLY) if is_open else one for one in found)
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from deviant(run, witnesses, states)
 
@@ -185,6 +191,12 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
                 "ended while the others waited for it: their connections to it closed, and no failure of it is listed"
             )
             return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
+        if _heeded_sigterm(record):
+            text = (
+                "left its process group while the others waited for it: their connections to it closed, and it ended "
+                "only when its launcher told it to"
+            )
+            return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
         text = "is gone: its peers' connections to it were closed, and its log just ends"
         if record.exit and _ended_first(run, record):
             text += f"; it ended first, with exit code {record.exit.code}"
@@ -295,6 +307,12 @@ def _went_on_logging(run: Run, record: RankRecord) -> bool:
 def _fell_silent(run: Run, rank: int, witnesses: Sequence[int]) -> bool:
     """Whether the recorders of all others wrote to their logs what this rank's did not."""
     return not has_recorder_talk(run.ranks[rank]) and all(has_recorder_talk(run.ranks[other]) for other in witnesses)
+
+
+def _was_cut_off(record: RankRecord, state: Situation) -> bool:
+    """Whether a launcher ended a rank that shows nothing of its own: it may have waited as well, and not come to say so."""
+    is_silent = state.kind in (RankState.UNKNOWN, RankState.SILENT)
+    return is_silent and _heeded_sigterm(record) and not busy_by_log(record)
 
 
 def _heeded_sigterm(record: RankRecord) -> bool:

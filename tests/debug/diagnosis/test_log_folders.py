@@ -32,8 +32,9 @@ ROW = """\
   rank      : {rank} (local_rank: {rank})
   exitcode  : {code} (pid: {pid})
 """
+AGENT = "1123 05:03:35.144000 13459 torch/distributed/elastic/multiprocessing/api.py:1028] "
 CONSOLE = """\
-W1123 05:03:35.144000 13459 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 101 closing signal SIGTERM
+{told}\
 E1123 05:03:35.433000 13459 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 100)
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 ============================================================
@@ -47,14 +48,19 @@ Root Cause (first observed failure):
 
 
 def folder(path: Path, errors: Mapping[int, str], codes: Mapping[int, int]) -> str:
-    """A log folder of one host; `codes`: of the ranks that torchrun's table lists, the first one's is 0's."""
+    """A log folder of one host; `codes`: of the ranks that torchrun's table lists, the first to fail first. It stopped those with
+    -15, and those without a code but the last."""
     for rank, text in errors.items():
         of_rank = path / "tr" / "none_x1y2" / "attempt_0" / str(rank)
         of_rank.mkdir(parents=True)
         (of_rank / "stderr.log").write_text(text.replace("{rank}", str(rank)))
         (of_rank / "stdout.log").write_text("")
     rows = [ROW.format(number=n, rank=rank, code=code, pid=100 + rank) for n, (rank, code) in enumerate(codes.items())]
-    (path / "console.log").write_text(CONSOLE.format(first=rows[0], others="".join(rows[1:])))
+    stopped = [rank for rank in sorted(errors)[:-1] if codes.get(rank, -15) == -15] + [
+        rank for rank in sorted(errors)[-1:] if codes.get(rank) == -15
+    ]
+    told = "".join(f"W{AGENT}Sending process {100 + rank} closing signal SIGTERM\n" for rank in stopped)
+    (path / "console.log").write_text(CONSOLE.format(told=told, first=rows[0], others="".join(rows[1:])))
     return str(path)
 
 
@@ -101,6 +107,25 @@ def test_an_error_that_was_logged_before_a_good_end_is_named(tmp_path: Path) -> 
     top = diagnose(open_run(folder(tmp_path, {0: CLOSED, 1: CLOSED, 2: logged}, {0: 1, 1: -15})))[0]
     assert (top.verdict, top.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, (2,))
     assert "after it logged KeyError at /job/train.py:77" in top.headline
+
+
+def test_a_rank_that_was_stopped_may_have_waited_too(tmp_path: Path) -> None:
+    top = diagnose(
+        open_run(folder(tmp_path, {0: CLOSED, 1: CLOSED, 2: "", 3: "", 4: ""}, {0: 1, 1: 1, 2: -15, 3: -15}))
+    )[0]
+    assert (top.subtype, top.culprits) == ("finished_early", (4,))
+
+
+def test_of_several_stopped_ranks_none_is_accused(tmp_path: Path) -> None:
+    top = diagnose(
+        open_run(folder(tmp_path, {0: TIMED_OUT, 1: TIMED_OUT, 2: "", 3: ""}, {0: 1, 1: 1, 2: -15, 3: -15}))
+    )[0]
+    assert (top.culprits, top.suspects) == ((), (2, 3))
+
+
+def test_a_rank_that_closed_its_connections_and_lived_left_early(tmp_path: Path) -> None:
+    top = diagnose(open_run(folder(tmp_path, {0: CLOSED, 1: CLOSED, 2: ""}, {0: 1, 1: 1, 2: -15})))[0]
+    assert (top.verdict, top.subtype, top.culprits) == (VerdictKind.SKIPPED_COLLECTIVE, "finished_early", (2,))
 
 
 def test_a_key_of_the_programs_own_names_no_rank(tmp_path: Path) -> None:
