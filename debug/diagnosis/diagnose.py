@@ -240,10 +240,10 @@ TOGETHER_S = 2.0
 
 
 def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict for ranks that all raised at the same line, or that one signal killed within TOGETHER_S."""
+    """Each verdict once; one for ranks that all raised at the same line, or that one signal killed within TOGETHER_S."""
     kept: dict[object, Verdict] = {}
     first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
-    for number, verdict in enumerate(found):
+    for number, verdict in enumerate(dict.fromkeys(found)):
         key = _cause(run, verdict, first_s) or number
         kept[key] = _died_together(kept[key], verdict) if key in kept else verdict
     return list(kept.values())

@@ -78,7 +78,7 @@ def _sizes(run: Run, works: list[_Work]) -> Iterator[Verdict]:
             confidence=(Basis.WATCHDOGS if is_clear else Basis.TIE).confidence,
             headline=f"{rank_list(others)} passed "
             + (f"{odd.size} elements" if is_clear else f"{odd.size} or {counts[0][0]} elements, they do not agree,")
-            + f" to {op.lower()} #{seq}" + (f", the others {counts[0][0]}" if is_clear else ""),
+            + f" to {op.lower()} #{seq}" + (f", the others passed {counts[0][0]}" if is_clear else ""),
             evidence=(_said(odd.event), _said(next(work.event for work in found if work.size == counts[0][0]))),
             next_steps=(
                 "compare the shapes at that call: a last batch, a branch or a parameter that differs between ranks",

@@ -160,10 +160,10 @@ _TEXT = {
     "(from #{seq})",
     VerdictKind.OP_MISMATCH: "{who} called {deviant} where the others called {common} (#{seq} of group {group})",
     VerdictKind.SIZE_MISMATCH: "{who} passed {deviant_sizes} elements to {common} #{seq} of group {group}, the others "
-    "{common_sizes}",
+    "passed {common_sizes}",
     Subtype.ROOT: "{who} called {common} #{seq} of group {group} with root {deviant_root}, the others with root {common_root}",
     VerdictKind.DTYPE_MISMATCH: "{who} passed {deviant_dtypes} to {common} #{seq} of group {group}, the others "
-    "{common_dtypes}",
+    "passed {common_dtypes}",
     Subtype.EXTRA_COLLECTIVE: "{who} issued an extra {deviant} (#{seq} of group {group}) that no other rank issues; the others "
     "are in {common}",
 }
