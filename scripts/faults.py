@@ -39,6 +39,7 @@ import torch
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints
+from titan_ckpt.demo.s3_server import running_server
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.format.codec import CODECS
 from titan_ckpt.loading.load import load, open_checkpoint
@@ -52,7 +53,6 @@ from tools.faults.power_cases import run_cuts
 from tools.faults.random_saves import describe, random_runs
 from tools.faults.store import FaultMode
 from tools.rank_pool import RankPool
-from tools.s3_server import running_server
 
 
 @dataclass(slots=True)

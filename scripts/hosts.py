@@ -30,11 +30,11 @@ from tabulate import tabulate
 from scripts.hosts_attempts import Attempt, read_attempts
 from scripts.hosts_network import STORAGE, Network, enter
 from scripts.soak_report import RELIABILITY
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.store.open import open_store
 from tools.faults.proxy import FaultyProxy, HttpRequest, RequestFault, RequestFaultKind
 from tools.paths import DEBUG_CONFIG
 from tools.report import replace_section
-from tools.s3_server import Server, running_server
 from tools.soak.ledger import Ledger
 
 BUCKET = "hosts"

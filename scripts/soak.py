@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from scripts.soak_report import publish
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from tools.faults.proxy import FaultyProxy
 from tools.paths import DEBUG_CONFIG
-from tools.s3_server import Server, running_server
 from tools.soak.jobs import JobResult, Kill, TrainingLog, Victim, read_training_log, run_job
 from tools.soak.ledger import Ledger, LedgerCounts
 from tools.soak.weather import CALM, Climate, Weather, draw_weather

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from tests.support.process_state import ProcessState, threads_left, waiting_threads
-from tools.s3_server import Server, running_server
+from titan_ckpt.demo.s3_server import Server, running_server
 
 # The same cases in every run: campaigns search for new ones (`make hostile`, `make fuzz`).
 hypothesis.settings.register_profile("any machine", deadline=None, derandomize=True)

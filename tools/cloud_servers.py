@@ -21,7 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from email.utils import formatdate
 
-from tools.ports import free_ports
+from titan_ckpt.demo.ports import free_ports
 
 ACCOUNT = "devstoreaccount1"
 # The account key that Azurite documents for everyone.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tools.ports import free_port
+from titan_ckpt.demo.ports import free_port
 
 TIMEOUT_S = 120.0
 

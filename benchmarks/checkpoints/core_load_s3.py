@@ -24,11 +24,11 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from tools.rank_pool import RankPool
 from tools.report import Measurement, interleave, median, spread, write_section
-from tools.s3_server import Server, running_server
 from tools.throttle import Throttle
 
 BUCKET, NUM_RANKS = "bench", 4

@@ -25,11 +25,11 @@ from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.checkpoints.core_local import make_state, tensors_of
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.loading.load import LoadReport, load
 from titan_ckpt.saving.saver import save
 from titan_ckpt.state.state_dict import as_bytes
 from tools.report import Measurement, interleave, median, spread, timed, write_section
-from tools.s3_server import Server, running_server
 
 BUCKET = "bench"
 PART = 16 << 20

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.demo.ports import free_port
 from titan_ckpt.loading.load import load
 from tools.paths import ROOT
-from tools.ports import free_port
 from tools.report import Measurement, write_section
 
 WORLD, STEP = 2, 3

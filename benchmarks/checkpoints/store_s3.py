@@ -16,9 +16,9 @@ import obstore
 import s3fs
 from obstore.store import S3Store as ObstoreS3
 
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.store.open import open_store
 from tools.report import Measurement, interleave, median, spread, timed, write_section
-from tools.s3_server import Server, running_server
 
 BUCKET = "bench"
 PART_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from benchmarks.training.turns import Job, StepTime
-from tools.ports import free_port
+from titan_ckpt.demo.ports import free_port
 from tools.report import Measurement, median, write_section
 
 RANK = "benchmarks.diagnosis.recorder_cost_rank"

@@ -24,13 +24,13 @@ from torch.distributed.tensor import Placement, Replicate, Shard, zeros
 
 from benchmarks.checkpoints.core_s3 import BUCKET, Plain
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.loading.load import load
 from titan_ckpt.resharding.reshard import ReshardReport, plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.mesh import MeshSpec
 from tools.rank_pool import RankPool
 from tools.report import Measurement, interleave, median, spread, timed, write_section
-from tools.s3_server import Server, running_server
 
 URL = f"s3://{BUCKET}"
 SOURCE, ROWS, COLUMNS = "dp_shard=4", "dp_shard=2", "tp=4"

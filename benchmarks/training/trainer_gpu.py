@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training.turns import Job
+from titan_ckpt.demo.ports import free_port
 from titan_ckpt.trainer.model.decoder import ModelConfig, flops_per_token
 from titan_ckpt.trainer.report.metrics import FLOAT8_PEAK_RATIO, PEAK_FLOPS
-from tools.ports import free_port
 from tools.report import Measurement, median, spread, write_section
 from tools.training.hf_shapes import LLAMA3_SCALING
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.training.turns import Job
-from tools.ports import free_port
+from titan_ckpt.demo.ports import free_port
 from tools.report import Measurement, median, spread, write_section
 
 WARMUP = 2

@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.doc_blocks import blocks, check_command, commands, first_difference, run
+from titan_ckpt.demo.s3_server import Server
 from tools.paths import DOCS, ROOT
-from tools.s3_server import Server
 
 README, TUTORIAL = ROOT / "README.md", DOCS / "tutorial.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]

@@ -13,10 +13,10 @@ import pytest
 
 from tests.support.training_runs import read_events, train
 from titan_ckpt.cli.main import main
+from titan_ckpt.demo.ports import HOST, free_port
 from titan_ckpt.sharding.mesh import AXES
 from titan_ckpt.trainer.eval_run import DEGREES
 from tools.paths import ROOT
-from tools.ports import HOST, free_port
 
 SETS = ("train.steps=2", "validation.fraction=0.02", "validation.every=2", "validation.samples=4", "log.progress=false")
 

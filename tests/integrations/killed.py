@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 import pytest
 
+from titan_ckpt.demo.s3_server import Server
 from tools.faults.proxy import FaultyProxy, HttpRequest, RequestFault, RequestFaultKind
 from tools.rank_pool import RankPool
-from tools.s3_server import Server
 
 REACHED_WITHIN_S = 200.0
 

@@ -15,11 +15,11 @@ from tests.integrations.fsdp2 import fresh_accelerator, shard
 from tests.integrations.killed import kill_while_writing
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import UsageError
 from titan_ckpt.integrations.accelerate import AcceleratorCheckpoints
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
-from tools.s3_server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 3  # of an epoch, on each rank

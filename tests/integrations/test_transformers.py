@@ -15,13 +15,13 @@ from tests.integrations.fsdp2 import shard
 from tests.integrations.killed import kill_while_writing
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import UsageError
 from titan_ckpt.integrations.libraries import not_importable
 from titan_ckpt.integrations.transformers import TrainerCheckpoints
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import save
 from tools.rank_pool import RankPool
-from tools.s3_server import Server
 
 pytestmark = [pytest.mark.dist, pytest.mark.hf, pytest.mark.filterwarnings("ignore")]
 

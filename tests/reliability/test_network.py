@@ -10,13 +10,13 @@ import torch
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.loading.load import load
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.base import RetryPolicy
 from titan_ckpt.store.open import open_store
 from tools.faults.proxy import FaultyProxy
-from tools.s3_server import Server
 
 pytestmark = pytest.mark.s3
 QUICK = RetryPolicy(tries=3, first_wait_s=0.01, longest_wait_s=0.05, deadline_s=20)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.format.names import step_folder
 from titan_ckpt.saving.saver import save
@@ -19,7 +20,6 @@ from titan_ckpt.store.base import RetryPolicy, Store
 from titan_ckpt.store.open import open_store
 from tools.faults.proxy import FaultyProxy, HttpRequest, RequestFault, RequestFaultKind
 from tools.processes import marked_processes
-from tools.s3_server import Server
 from tools.soak.jobs import Kill, Victim, read_training_log, run_job
 from tools.soak.ledger import Ledger
 from tools.soak.weather import CALM, FREQUENCIES, STORM, Climate, draw_weather

@@ -21,13 +21,13 @@ import torch
 import titan_ckpt as tc
 from tests.conftest import BUCKET
 from tests.store.test_s3 import clean_environment
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import ConditionFailedError, ConfigError, UsageError
 from titan_ckpt.store.clients.s3_names import s3_request
 from titan_ckpt.store.clients.s3fs_store import S3fsStore
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.s3 import S3Store
 from tools.gcs_server import running_gcs
-from tools.s3_server import Server
 
 STATE = {"w": torch.arange(4.0)}
 S3_URL = "s3://bucket/run"

@@ -17,6 +17,7 @@ import botocore.exceptions
 import pytest
 
 from tests.conftest import BUCKET
+from titan_ckpt.demo.s3_server import Server
 from titan_ckpt.errors import (
     ConfigError,
     NotFoundError,
@@ -31,7 +32,6 @@ from titan_ckpt.store.s3 import S3Store
 from titan_ckpt.store.s3_errors import translate
 from titan_ckpt.store.s3_multipart import MultipartUpload
 from titan_ckpt.store.s3_parts import PART_BYTES, PartBuffers, upload_parts
-from tools.s3_server import Server
 
 QUICK = RetryPolicy(tries=3, first_wait_s=0.001, longest_wait_s=0.01, deadline_s=30)
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from titan_ckpt.debug.live.collect import collect
 from titan_ckpt.debug.record.environment import environment
+from titan_ckpt.demo.ports import free_port
 from titan_ckpt.demo.processes import process_tree, send_signal
 from titan_ckpt.errors import TitanError
 from tools.hangs.incident import Incident
 from tools.hangs.rank import FOLDER, STALL_S, TIMEOUT_S
-from tools.ports import free_port
 from tools.processes import marked_processes
 
 FORMS = ("live", "after", "logs", "boxes", "no_logs", "plain", "detail")

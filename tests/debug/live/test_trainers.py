@@ -12,7 +12,7 @@ import pytest
 
 from titan_ckpt.debug import Verdict, diagnose, open_run
 from titan_ckpt.debug.record.environment import environment
-from tools.ports import free_port
+from titan_ckpt.demo.ports import free_port
 
 pytestmark = pytest.mark.dist
 
