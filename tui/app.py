@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
+from textual.command import CommandPalette
 from textual.driver import Driver
 from textual.filter import LineFilter
 from textual.screen import Screen
@@ -18,9 +19,10 @@ from textual.widgets import ContentSwitcher, Input
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar
-from titan_ckpt.tui.commands import SHARED_COMMANDS, Jumps
+from titan_ckpt.tui.commands import Jumps, Palette, system_commands
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.editor import export_report, open_in_editor, report_name
+from titan_ckpt.tui.editor import open_in_editor
+from titan_ckpt.tui.export import EXPORT_HINT, export_report, report_name
 from titan_ckpt.tui.goto import HINT, is_time, link_to
 from titan_ckpt.tui.history import History, Place
 from titan_ckpt.tui.rows import RowLink, clean, shown
@@ -325,8 +327,12 @@ class TitanApp(App[None]):
         if incident is None:
             self.show_status(f"no report to export: {self.session.incident.text}")
             return
-        save = partial(export_report, incident)
-        self.ask("export the report to", report_name(incident), lambda path: self.show_status(save(path)))
+        write = partial(export_report, incident, self.session.clock())
+
+        def export(path: str) -> None:
+            self.on_pane_work(Pane.Work("writing the report", partial(write, path), self.show_status))
+
+        self.ask(EXPORT_HINT, report_name(incident), export)
 
     @property
     def prompt(self) -> Prompt:
@@ -361,16 +367,11 @@ class TitanApp(App[None]):
     def _paint_status(self) -> None:
         if self.prompt.is_open:
             return
-        reading = [] if self.session.is_following else self._loader.reading
+        is_following = self.session.is_following
+        reading = [] if is_following else self._loader.reading
         doing = [*self._working, *(f"reading {what}" for what in reading)]
-        follow = "[following] " if self.session.is_following else ""
-        bar = self.query_one(KeyBar)
-        if doing:
-            bar.show_message(f"{follow}{' · '.join([*([self._status_text] if self._status_text else []), *doing])} ...")
-        elif self._status_text:
-            bar.show_message(f"{follow}{self._status_text}")
-        else:
-            bar.show_keys(follow, (*_COMMON_KEYS, *self.pane.keys))
+        keys = (*_COMMON_KEYS, *self.pane.keys)
+        self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 
     def _paint_verdict(self) -> None:
         """The bar on top of every screen; none any more while the program ends."""
@@ -385,16 +386,15 @@ class TitanApp(App[None]):
         self.query_one(TabBar).show_tabs(self.pane.number)
         self._paint_verdict()
         self._paint_status()
-        for view in self.query("LineView, OneLine"):
-            view.refresh()
+        for widget in (self.screen, *self.query("LineView, OneLine")):
+            widget.refresh()
 
     def on_resize(self) -> None:
         self.call_later(self._repaint)  # the new size is not known yet
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:  # noqa: ARG002 (Textual's)
-        """Commands of the palette: every screen, and the keys that all screens share."""
-        for pane in PANES:
-            show = partial(self.action_screen_number, pane.number)
-            yield SystemCommand(f"{pane.number} {pane.label}", f"show screen {pane.number}", show)
-        for title, what, action in SHARED_COMMANDS:
-            yield SystemCommand(title, what, partial(self.run_action, action))
+        return system_commands(self, self.action_screen_number)
+
+    def action_command_palette(self) -> None:
+        if not CommandPalette.is_open(self):
+            self.push_screen(Palette(id="--command-palette"))

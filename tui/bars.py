@@ -87,6 +87,16 @@ class KeyBar(OneLine):
         self._spots = []
         self.show(truncate(f" {text}", self.app.size.width))
 
+    def show_state(self, text: str, doing: Sequence[str], keys: Keys, *, is_following: bool) -> None:
+        """Show the message `text` and what is being done, else the keys."""
+        before = "[following] " if is_following else ""
+        if doing:
+            self.show_message(f"{before}{' · '.join([*([text] if text else []), *doing])} ...")
+        elif text:
+            self.show_message(f"{before}{text}")
+        else:
+            self.show_keys(before, keys)
+
     def show_keys(self, before: str, keys: Keys) -> None:
         """Show `before`, then as many keys as fit, each with what it does."""
         self._spots = []

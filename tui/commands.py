@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from textual.command import Hit, Hits, Provider
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.command import CommandPalette, Hit, Hits, Provider
 
 from titan_ckpt.tui.goto import places
+from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session.session import Session
 
 # (title, what it does, action)
@@ -17,12 +21,30 @@ SHARED_COMMANDS = (
     ("Filter", "show matching lines only (/)", "filter"),
     ("Copy", "copy what the cursor is on (y)", "copy"),
     ("Edit", "open the line of code in $EDITOR (e)", "edit"),
-    ("Export the report", "write the diagnosis to a text file (x)", "export"),
+    ("Export the report", "as a page, Markdown, text, or a trace for Perfetto (x)", "export"),
     ("Follow", "load new data every 2 s (f)", "follow"),
     ("Theme", "choose other colours", "change_theme"),
     ("Help", "all keys (?)", "help"),
     ("Quit", "exit (q)", "quit"),
 )
+
+
+class Palette(CommandPalette):
+    """Textual's palette. Its page keys look for a page in a list that may not be laid out yet (KeyError in Textual 8.2)."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("pageup", "command_list('first')", show=False), Binding("pagedown", "command_list('last')", show=False),
+    ]  # fmt: skip
+
+
+def system_commands(app: App[Any], show_screen: Callable[[int], None]) -> Iterator[SystemCommand]:
+    """Commands of the palette: every screen, and the keys that all screens share."""
+    for pane in PANES:
+        yield SystemCommand(
+            f"{pane.number} {pane.label}", f"show screen {pane.number}", partial(show_screen, pane.number)
+        )
+    for title, what, action in SHARED_COMMANDS:
+        yield SystemCommand(title, what, partial(app.run_action, action))
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
-"""Reads the keyboard of a real terminal: also keys that came before the screens, but no answers of the terminal, however late."""
+"""The keyboard and the clipboard of a real terminal: keys that came before the screens are kept, its answers are no keys."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import select
@@ -21,6 +22,25 @@ _ANSWER = re.compile(
 )
 _BEGUN = re.compile(r"\x1b(?:\][^\x07\x1b]*\x1b?|[P_^X][^\x1b]*\x1b?|\[(?:[?>=][\d;:]*[ -/]*)?)\Z")
 _KEY = 2  # characters: `alt` with a key is as long as the shortest beginning of an answer
+
+
+_COPY = "\x1b]52;"  # OSC 52: the text for the clipboard, https://invisible-island.net/xterm/ctlseqs/ctlseqs.html
+_SCREEN_BYTES = 240  # GNU screen drops a DCS string that is longer than 256 bytes
+
+
+def passed_on(copy: str) -> str:
+    """What makes tmux or GNU screen pass `copy`, an OSC 52, on to the terminal around them; "" outside of both.
+
+    Both take a DCS string for the terminal: tmux with a name and each escape doubled, if `allow-passthrough` is on
+    (https://github.com/tmux/tmux/wiki/FAQ), screen as it is, in short pieces. `TMUX` and `STY` are not passed over ssh, TERM is.
+    """
+    name = os.environ.get("TERM", "")
+    if os.environ.get("TMUX") or name.startswith("tmux"):
+        return "\x1bPtmux;" + copy.replace("\x1b", "\x1b\x1b") + "\x1b\\"
+    if os.environ.get("STY") or name.startswith("screen"):
+        pieces = (copy[at : at + _SCREEN_BYTES] for at in range(0, len(copy), _SCREEN_BYTES))
+        return "".join(f"\x1bP{piece}\x1b\\" for piece in pieces)
+    return ""
 
 
 class Sieve:
@@ -48,6 +68,37 @@ class TerminalDriver(LinuxDriver):
     """Textual's driver with the sieve. Bytes that are not UTF-8, such as a letter typed in a Latin-1 terminal, end nothing."""
 
     typed_before: ClassVar[bytes] = b""
+
+    def write(self, data: str) -> None:
+        """Write to the terminal; a copy also in the form that a multiplexer passes on, as not each keeps copies by itself."""
+        super().write(data)
+        if data.startswith(_COPY) and (wrapped := passed_on(data)):
+            super().write(wrapped)
+
+    def _sigcont_application(self, *_: object) -> None:
+        """Go on after ctrl+z, which took the screens down, or after a stop from outside (`kill -STOP`), which did not.
+
+        After the latter Textual would start a second pair of its threads, and then not end. In the background nothing is done:
+        `fg` sends the signal again.
+        """
+        is_up = self._key_thread is not None and not self._must_signal_resume
+        if not is_up:
+            super()._sigcont_application()
+        elif self._auto_restart and self._has_terminal():
+            asyncio.get_running_loop().call_soon_threadsafe(self._begin_again)  # a signal interrupts what holds locks
+
+    def _begin_again(self) -> None:
+        """Set the terminal up and paint anew: a shell has used it meanwhile."""
+        self.suspend_application_mode()
+        self._must_signal_resume = True
+        self.resume_application_mode()
+
+    def _has_terminal(self) -> bool:
+        """Whether the program may write: it is no background job."""
+        try:
+            return os.tcgetpgrp(self.fileno) == os.getpgrp()
+        except OSError:
+            return True  # no job control at all
 
     def run_input_thread(self) -> None:
         """Pass on what is typed until the screens end or are suspended."""

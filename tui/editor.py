@@ -1,4 +1,4 @@
-"""Hand a line of code to the user's editor, and the report to a file."""
+"""Hand a line of code to the user's editor."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ import subprocess
 from pathlib import Path
 
 from textual.app import App, SuspendNotSupported
-
-from titan_ckpt.console.escapes import escape_text
-from titan_ckpt.debug.report.text import report_text
-from titan_ckpt.location import redact_text
-from titan_ckpt.tui.data.incident import Incident
 
 _BY_COLON = ("code", "codium", "cursor", "subl", "hx", "helix", "zed")  # these take FILE:LINE
 
@@ -46,18 +41,3 @@ def open_in_editor(app: App[None], file: str, line: int) -> str:
     except OSError as error:
         return f"{command[0]}: {error.strerror}; set EDITOR"
     return f"{command[0]} ended with {code}" if code else ""
-
-
-def report_name(incident: Incident) -> str:
-    """The name of a report's file to begin with."""
-    return f"{incident.run.incident.replace('/', '-') or 'incident'}-report.txt"
-
-
-def export_report(incident: Incident, path: str) -> str:
-    """Write the diagnosis as text to a new file; returns what to say."""
-    try:
-        with Path(path).expanduser().open("x", encoding="utf-8") as file:
-            file.write(escape_text(redact_text(report_text(incident.run, incident.verdicts))))
-    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-        return f"{path} not written: {getattr(error, 'strerror', None) or error}"
-    return f"report written to {path}"

@@ -378,7 +378,8 @@ def _waiting(
         return []
     op = _operation_waited_for(run, edge)
     direct = sorted(waiter for waiter, awaited in chain if awaited == chain[0][1])
-    others = f" (as do {len(direct) - 1} more)" if len(direct) > 1 else ""
+    more = len(direct) - 1
+    others = "" if not more else " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)"
     return [
         Evidence.at(
             states[edge.waiter].frame,

@@ -113,22 +113,23 @@ class Tmux:
         self._socket = folder / "socket"
         shell = f"cd {shlex.quote(str(folder))}; {shlex.join(command)}; echo ended with $?; cat"
         given = [f"{name}={value}" for name, value in environment.items() if name not in ("TERM", "TMUX")]
-        self._run("new-session", "-d", "-s", "job", "-x", "80", "-y", "24", "env", "-i", *given, "TERM=screen-256color",
+        self.run("new-session", "-d", "-s", "job", "-x", "80", "-y", "24", "env", "-i", *given, "TERM=screen-256color",
                   "sh", "-c", shell)  # fmt: skip
 
-    def _run(self, *arguments: str) -> str:
+    def run(self, *arguments: str) -> str:
+        """Run a command of tmux on this server; returns what it prints."""
         command = ["tmux", "-f", "/dev/null", "-S", str(self._socket), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def text(self) -> str:
-        return self._run("capture-pane", "-p", "-t", "job")
+        return self.run("capture-pane", "-p", "-t", "job")
 
     def press(self, keys: str) -> None:
         name = _TMUX_NAMES.get(keys)
-        self._run("send-keys", "-t", "job", *([name] if name else ["-l", keys]))
+        self.run("send-keys", "-t", "job", *([name] if name else ["-l", keys]))
 
     def resize(self, columns: int, lines: int) -> None:
-        self._run("resize-window", "-t", "job", "-x", str(columns), "-y", str(lines))
+        self.run("resize-window", "-t", "job", "-x", str(columns), "-y", str(lines))
 
     def ended_with(self) -> int:
         return int(see(self, "ended with").rpartition("ended with ")[2].split()[0])
@@ -136,7 +137,7 @@ class Tmux:
     def close(self) -> None:
         """Kill the server, and with it the program."""
         with contextlib.suppress(subprocess.CalledProcessError):
-            self._run("kill-server")
+            self.run("kill-server")
 
 
 TERMINAL_KINDS: Mapping[str, type[PseudoTerminal] | type[Tmux]] = {"pty": PseudoTerminal, "tmux": Tmux}

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from titan_ckpt.tui.driver import Sieve
+from titan_ckpt.tui.driver import Sieve, passed_on
 
 ANSWERS = (
     "\x1b]11;rgb:1e1e/2e2e/efef\x1b\\", "\x1b]11;rgba:ff/ff/ff/ff\x07", "\x1b[?62;22c", "\x1b[>41;379;0c", "\x1b[?1u",
@@ -56,3 +56,35 @@ def test_half_an_answer_is_no_key() -> None:
     assert sieve.passed("\x1b]11;rgb:ff", 0.0) == ""
     assert sieve.passed("", 1.5) == ""
     assert sieve.passed("q", 1.6) == "q"
+
+
+COPY = "\x1b]52;c;cmFuayAy\x07"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"TERM": "xterm-256color"}, ""),
+        ({"TERM": "screen-256color", "TMUX": "/tmp/tmux,1,0"}, "\x1bPtmux;\x1b\x1b]52;c;cmFuayAy\x07\x1b\\"),
+        ({"TERM": "tmux-256color"}, "\x1bPtmux;\x1b\x1b]52;c;cmFuayAy\x07\x1b\\"),
+        ({"TERM": "screen", "STY": "1.pts"}, "\x1bP\x1b]52;c;cmFuayAy\x07\x1b\\"),
+    ],
+)
+def test_a_copy_is_wrapped_for_a_multiplexer(
+    environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TMUX", "STY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert passed_on(COPY) == expected
+
+
+def test_screen_gets_a_long_copy_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops strings of more than 256 bytes."""
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setenv("STY", "1.pts")
+    copy = f"\x1b]52;c;{'QUJD' * 300}\x07"
+    pieces = passed_on(copy).removeprefix("\x1bP").removesuffix("\x1b\\").split("\x1b\\\x1bP")
+    assert "".join(pieces) == copy
+    assert max(map(len, pieces)) < 250

@@ -15,6 +15,7 @@ from tests.support.screen_pictures import press as press_now
 from tests.support.screen_pictures import screen_text
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.commands import Jumps, Palette
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import Order, per_row_to_fit, row_starts
 from titan_ckpt.tui.screens import PANES
@@ -140,6 +141,36 @@ async def test_the_palette_leads_to_a_screen() -> None:
             await pilot.pause(0.05)
 
 
+async def test_the_palette_leads_to_steps_and_times() -> None:
+    app = app_of("run")
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for query, expected, number, line in (
+            ("step 40", "go to step 40", 7, "40"),
+            ("step 41", "go to step 41", 8, "step 41  loss "),
+            ("07:46:56", "go to the log lines of 07:46:56", 5, "07:46:56"),
+        ):
+            found = {hit.text: hit.command async for hit in Jumps(app.screen).search(query)}
+            assert list(found) == [expected]
+            found[expected]()
+            await settled(app, pilot)
+            assert app.pane.number == number
+            assert line in app.pane.text_to_copy()
+        assert [hit.text async for hit in Jumps(app.screen).search("step 4000")] == []
+
+
+async def test_page_keys_of_the_palette_are_safe() -> None:
+    """Textual looks for a page in a list that is not laid out yet."""
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(20, 5)) as pilot:
+        await settled(app, pilot)
+        await pilot.press("ctrl+p", "pageup", "pagedown", "x", "pageup", "pagedown")
+        await settled(app, pilot)
+        assert isinstance(app.screen, Palette)
+        await press(app, pilot, "escape")
+        assert app.is_running
+
+
 async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
     app = app_of("flight_recorder/skip")
     async with app.run_test(size=(80, 24)) as pilot:
@@ -179,6 +210,11 @@ async def test_the_grid_zooms_pans_and_changes_order_axis_and_group() -> None:
         await press(app, pilot, "l h")
         assert isinstance(app.pane, GridPane)
         assert "#2699: rank 2 not recorded" in app.pane.ruler()
+        await press(app, pilot, "less_than_sign less_than_sign")
+        assert app.pane.ruler().endswith("#2699: rank 2 not recorded ›")
+        app.pane._first = (app.pane._spot or 0) + 5
+        assert app.pane.ruler().strip() == "‹ #2699: rank 2 not recorded"
+        await press(app, pilot, "h")
         await fill(app, pilot, "slash", "3")
         assert len(app.pane.body.rows) == 1
         await fill(app, pilot, "slash", "77")

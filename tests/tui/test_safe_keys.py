@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import random
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from textual import events
+from textual._compositor import LayoutUpdate
+from textual.keys import _character_to_key
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -18,6 +23,7 @@ from titan_ckpt.tui.cli import parse_keys
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.screens.help import HelpScreen
 from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.tui.widgets.part import PartView
 from tools.paths import DATA, INCIDENTS
 
 
@@ -51,6 +57,27 @@ async def test_keys_of_one_packet_go_to_the_prompt(path: Path, burst: str, typed
         assert prompt_of(app).value == typed
         assert prompt_of(app).has_focus
         assert app.is_running
+
+
+# The keys that open each prompt of a run, from the first screen.
+PROMPTS = (*(f"{n} slash" for n in range(1, 9)), "1 colon", "5 t", "7 r", "7 p", "8 o", "1 x")
+
+
+async def test_no_prompt_takes_text_for_commands() -> None:
+    """`/queue` as one packet, typed and pasted, at every prompt of every screen."""
+    app = app_of(DATA / "run")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        for keys in PROMPTS:
+            await press(app, pilot, keys)
+            assert prompt_of(app).has_focus, keys
+            for character in "/queue":
+                app.post_message(events.Key({"/": "slash"}.get(character, character), character))
+            app.post_message(events.Paste("/text\nq\nx\n"))
+            await settled(app, pilot)
+            assert prompt_of(app).value == "/queue/text", keys
+            await press(app, pilot, "escape")
+            assert (app.is_running, app.pane.filter_text) == (True, ""), keys
 
 
 async def test_pasted_text_runs_no_command() -> None:
@@ -143,3 +170,106 @@ def test_a_screenshot_that_cannot_be_written_is_refused(
     assert main(["tui", str(INCIDENTS / "skip"), "--screenshot", str(tmp_path / name)]) == 2
     assert problem in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------- the mouse
+
+
+def scroll(app: TitanApp, down: bool) -> None:
+    """A turn of the wheel over the list."""
+    kind = events.MouseScrollDown if down else events.MouseScrollUp
+    x, y = app.pane.body.region.offset + (5, 2)
+    app.post_message(kind(None, x, y, 0, 1 if down else -1, 0, False, False, False, screen_x=x, screen_y=y))
+
+
+async def test_a_double_click_opens_a_line_and_only_a_line() -> None:
+    app = app_of(INCIDENTS / "skip", 3)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await pilot.click(app.pane.body, offset=(5, 1))
+        await settled(app, pilot)
+        assert (app.pane.number, app.pane.body.cursor) == (3, 1)
+        await pilot.click(app.pane.body, offset=(5, 30), times=2)
+        await settled(app, pilot)
+        assert (app.pane.number, app.pane.body.cursor) == (3, 1), "nothing is below the last line"
+        await pilot.click(app.pane.body, offset=(5, 4), times=2)
+        await settled(app, pilot)
+        assert app.pane.number == 6
+        part = app.pane.query(PartView).last()
+        line = [row.text.startswith("state") for row in part._shown].index(True)
+        await pilot.click(part, offset=(5, line + 1))  # below the frame
+        assert app.pane.text_to_copy().startswith("state")
+
+
+async def test_what_the_wheel_shows_stays_when_new_data_comes() -> None:
+    app = app_of(INCIDENTS / "skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "g")
+        for _ in range(20):
+            scroll(app, down=True)
+        await settled(app, pilot)
+        top = app.pane.body.scroll_offset.y
+        assert top > 10
+        app.pane.update_rows(force=True)
+        await settled(app, pilot)
+        assert app.pane.body.scroll_offset.y == top
+        assert app.pane.body.cursor == top, "the cursor came along"
+        for _ in range(40):
+            scroll(app, down=False)
+        await settled(app, pilot)
+        assert app.pane.body.scroll_offset.y == 0
+
+
+async def test_a_window_that_was_small_for_a_moment_is_painted_anew() -> None:
+    """Terminals drop what does not fit. The program may see no other size: two signals, one look."""
+    app = app_of(INCIDENTS / "skip")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        painted: list[object] = []
+        app._display = lambda _screen, update: painted.append(update)  # type: ignore[method-assign]
+        app.post_message(events.Resize(app.size, app.size))
+        await settled(app, pilot)
+        assert [update.region.size for update in painted if isinstance(update, LayoutUpdate)] == [app.size]
+
+
+# ------------------------------------------------------------------------------------------------- any keys
+
+KEYS = (
+    *"12345678jkgGhlnNyefwitovVdzcsr[]+-<>{}:/x", "enter", "enter", "escape", "space", "tab", "down", "left", "pagedown",
+    "home", "ctrl+d", "ctrl+p", "question_mark", "backspace", "f5", "delete",
+)  # fmt: skip
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize(("case", "size", "seed"), [("run", (120, 36), 1), ("injected/p2p_missing", (20, 5), 2)])
+async def test_no_keys_in_any_order_do_harm(
+    case: str, size: tuple[int, int], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """120 keys, clicks and pastes: the program goes on, no file changes, nothing is executed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: pytest.fail(f"executed {command}"))
+    shutil.copytree(DATA / case, tmp_path / "run")
+    before, chance = files_of(tmp_path), random.Random(seed)
+    app = app_of(tmp_path / "run")
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        for turn in range(120):
+            kind = chance.random()
+            if kind < 0.05:
+                place = chance.randrange(size[0]), chance.randrange(size[1])
+                await pilot.click(offset=place, times=chance.choice((1, 2)))
+            elif kind < 0.1:
+                app.post_message(events.Paste(chance.choice(("/queue\nq\n", "#7", "9" * 30, "\x1b[31m\u202e", "(["))))
+            elif kind < 0.12:
+                scroll(app, down=chance.random() < 0.5)
+            else:
+                app.simulate_key(_character_to_key(key) if len(key := chance.choice(KEYS)) == 1 else key)
+            if turn % 20 == 0:
+                await settled(app, pilot)
+        await settled(app, pilot)
+        assert app.is_running
+    assert files_of(tmp_path) == before

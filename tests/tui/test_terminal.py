@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.support.screen_terminal import ENTER, ESCAPE, PseudoTerminal, opened, see, shell, tui_command, wait_until
+from tests.support.screen_terminal import (
+    ENTER,
+    ESCAPE,
+    PseudoTerminal,
+    Tmux,
+    opened,
+    see,
+    shell,
+    tui_command,
+    wait_until,
+)
 from tools.paths import INCIDENTS
 
 HAS_TMUX = shutil.which("tmux") is not None
@@ -159,6 +171,64 @@ def test_nothing_is_lost_on_any_terminal(name: str, size: tuple[int, int], tmp_p
     for mode in (b"1049", b"1000", b"2004"):
         assert terminal.raw.rfind(b"\x1b[?" + mode + b"l") > terminal.raw.rfind(b"\x1b[?" + mode + b"h"), mode
     assert b"\x1b[?25h" in terminal.raw
+
+
+@pytest.mark.parametrize("name", ["linux", "xterm-16color"])
+def test_a_terminal_of_16_colours_gets_its_own(name: str, tmp_path: Path) -> None:
+    with opened("pty", INCIDENTS / "skip", tmp_path, TERM=name, COLORTERM="") as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "waiting in a collective")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+        assert b"\x1b[1;31;49m" in terminal.raw, "the culprit's mark is red"
+        assert not re.search(rb"[34]8[;:][25][;:]", terminal.raw), "no colour of 256 or of 16 million"
+
+
+def test_a_copy_reaches_the_terminal_around_tmux(tmp_path: Path) -> None:
+    """`y` writes OSC 52 as it is, for terminals and for a tmux that takes it, and wrapped, for one that passes it on."""
+    with opened("pty", INCIDENTS / "skip", tmp_path, TMUX="/tmp/tmux-0/default,1,0") as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        terminal.press("2")
+        see(terminal, "[2 Grid]")
+        terminal.press("y")
+        see(terminal, "copied: group default_pg #7: rank 2 differs")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+        copied = base64.b64encode(b"group default_pg #7: rank 2 differs")
+        plain, wrapped = b"\x1b]52;c;%s\x07" % copied, b"\x1bPtmux;\x1b\x1b]52;c;%s\x07\x1b\\" % copied
+        assert plain + wrapped in terminal.raw
+
+
+@pytest.mark.skipif(not HAS_TMUX, reason="tmux is not installed")
+def test_a_copy_is_in_the_buffer_of_tmux(tmp_path: Path) -> None:
+    with opened("tmux", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, Tmux)
+        terminal.run("set-option", "-s", "set-clipboard", "on")
+        see(terminal, "[1 Overview]")
+        terminal.press("2")
+        see(terminal, "[2 Grid]")
+        terminal.press("y")
+        see(terminal, "copied: group")
+        assert terminal.run("show-buffer") == "group default_pg #7: rank 2 differs"
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+
+
+def test_a_program_stopped_from_outside_goes_on_and_ends(tmp_path: Path) -> None:
+    """`kill -STOP` and `kill -CONT`: no key goes to two readers, and no thread is left over that keeps it from ending."""
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        for number in (2, 3, 4):
+            painted = terminal.raw.count(b"\x1b[?1049h")
+            terminal.process.send_signal(signal.SIGSTOP)
+            terminal.process.send_signal(signal.SIGCONT)
+            wait_until(terminal, lambda painted=painted: terminal.raw.count(b"\x1b[?1049h") > painted)  # type: ignore[misc]
+            terminal.press(str(number))
+            see(terminal, f"[{number} ")
+        terminal.press("q")
+        assert terminal.ended_with() == 0
 
 
 def test_ctrl_z_stops_nothing_that_nobody_can_continue(tmp_path: Path) -> None:

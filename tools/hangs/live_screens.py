@@ -52,9 +52,9 @@ def start(case: str, folder: Path, store: Path) -> list[subprocess.Popen[bytes]]
 
 async def follow(case: str, folder: Path) -> Look:
     """Open the screens as soon as there is evidence, follow, and read the bar until it names the culprit."""
-    deadline = time.monotonic() + DEADLINE_S
     while len(list(folder.glob("*.box"))) < RANKS:
         await asyncio.sleep(POLL_S)
+    deadline = time.monotonic() + DEADLINE_S
     app, wrong, bar, seen = TitanApp(find_content(str(folder))), set[str](), "", -1
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("f")

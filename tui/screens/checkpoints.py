@@ -14,7 +14,7 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.runs import StepCopy, StepState, TierName
 from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, counted, row, truncate_start
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     ByteProgress,
     cut_rows,
@@ -65,6 +65,9 @@ class CheckpointsPane(Pane):
         self._pinned_step: int | None = None
         self._shown = 0
         self._cursors: list[int] = []
+        self._wanted = (
+            None if session.content.step is None else (session.content.step, 0)
+        )  # a step, and the cursor on it
         self._contents: dict[int, Checkpoint | str] = {}  # of steps the cursor was on, or why one cannot be read
         self._is_looking = False
 
@@ -161,23 +164,36 @@ class CheckpointsPane(Pane):
         self._repaint(0)
 
     def update_rows(self, *, force: bool = False) -> None:
-        """In a new list, move the cursor to the step named in the URL, else to the first line that enter opens."""
+        """In a new list, move the cursor to the step that was asked for, else to the first line that enter opens."""
         if not self.is_attached:
             return
-        before = self.body.rows
+        before, cursor = self.body.rows, self.body.cursor
         super().update_rows(force=force)
         rows = self.body.rows
-        if rows is not before and self.body.cursor == 0 and len(rows) > 1:
-            self.body.move_to(self._first_choice(rows))
+        if rows is before or len(rows) < 2:
+            return
+        if self._wanted is not None and cursor == self._wanted[1] and self._opened is None and self._answer is None:
+            self._move_to_step(self._wanted[0])
+        if self.body.cursor == 0:
+            links = [rows.row(index, self.body.line_width).link for index in range(2)]
+            self.body.move_to(1 if links[0] is None and links[1] is not None else 0)
 
-    def _first_choice(self, rows: Rows) -> int:
-        links = [rows.row(index, self.body.line_width).link for index in range(len(rows))]
-        asked = self.session.content.step if self._opened is None and self._answer is None else None
-        if asked is not None:
-            for index, link in enumerate(links):
-                if link is not None and link.step == asked:
-                    return index
-        return 1 if links[0] is None and links[1] is not None else 0
+    def _move_to_step(self, step: int) -> None:
+        """Move now, and again when the lines wrap in another width, until the cursor is moved."""
+        rows, width = self.body.rows, self.body.line_width
+        links = (rows.row(index, width).link for index in range(len(rows)))
+        place = next((index for index, link in enumerate(links) if link is not None and link.step == step), None)
+        if place is not None:
+            self.body.move_to(place)
+        self._wanted = (step, self.body.cursor)
+
+    def select(self, link: RowLink) -> None:
+        """The list of steps, with the cursor on the step."""
+        self._opened, self._answer = None, None
+        self._cursors.clear()
+        self._repaint(0)
+        if link.step is not None:
+            self._move_to_step(link.step)
 
     def _repaint(self, cursor: int) -> None:
         self._shown += 1

@@ -29,7 +29,7 @@ from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
 from titan_ckpt.tui.session.session import Session
-from titan_ckpt.tui.widgets.line_view import MARK, LineView
+from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT, LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
@@ -136,6 +136,12 @@ class GridPane(Pane):
             return ""
         what = f"{grid.column_text(self._spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
         cell = (self._spot - self._first) // self._per_cell * stretch_of(grid, self._cell_width(grid), self._per_cell)
+        if not 0 <= cell < self._cell_width(grid):  # panned out of sight
+            return (
+                f"{'':>{label_width(grid)}}{MORE_LEFT} {what}"
+                if cell < 0
+                else f"{what:>{self.body.line_width}} {MORE_RIGHT}"
+            )
         before = label_width(grid) + len(MARK) + cell
         is_left = before + len(what) + 2 > self.body.line_width
         return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"

@@ -40,7 +40,7 @@ COMMON_KEYS = (
     ("space", "pin a rank (on checkpoints: a step)"),
     ("y", "copy what the cursor is on"),
     ("e", "open the line of code in $EDITOR"),
-    ("x", "export the report as text"),
+    ("x", "export the report: a page (.html), Markdown (.md), text (.txt), or a trace for Perfetto (.json)"),
     ("f", "follow a running job: load new data every 2 s"),
     ("ctrl+p", "command palette: also jumps to a rank, an operation, a step, a host or a time, and changes the theme"),
     ("? q", "this help, quit"),

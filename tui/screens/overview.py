@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
@@ -35,6 +35,8 @@ from titan_ckpt.tui.screens.incidents import IncidentsScreen
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.widgets.part import Part, Space
+
+_MOST_AWAITED = 12
 
 
 class OverviewPane(Pane):
@@ -222,12 +224,13 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield row(*cells[start : start + width], link=RowLink(screen=2))
     if incident.top.culprits:
         culprits = incident.top.culprits
-        yield row((f"  {CULPRIT} ", Role.BAD), f"at fault: {len(culprits):,}  ", (ranks_text(culprits, 8), Role.BAD),
+        yield row((f"  {CULPRIT} ", Role.BAD), "at fault: ", (ranks_named(culprits, 8), Role.BAD),
                   link=RowLink(screen=6, rank=culprits[0]))  # fmt: skip
     for kind, count in state_counts(incident):
         glyph = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
-        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: {count:,}  ", (ranks_text(ranks, 8), Role.DIM),
+        named = ranks_named(ranks) if count == 1 else f"{counted(count, 'rank')} ({ranks_text(ranks, 8)})"
+        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: ", (named, Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
 
 
@@ -239,15 +242,24 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield from _evidence_rows(item, incident, width)
     if top.chain:
         yield head("who waits for whom")
-        pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:24]]
-        more = [f"and {len(top.chain) - 24} more"] if len(top.chain) > 24 else []
-        for line in wrapped("  " + ", ".join(pairs + more), width, "  "):
-            yield row(line, link=RowLink(screen=6, rank=top.chain[0][1]))
+        yield from _chain_rows(top.chain, width)
     if top.next_steps:
         yield head("what to do")
     for number, step in enumerate(top.next_steps, 1):
         for line in wrapped(f"  {number}. {step}", width, "     "):
             yield row(line)
+
+
+def _chain_rows(chain: Sequence[tuple[int, int]], width: int) -> Iterator[Row]:
+    """A line per awaited rank, with all that wait for it."""
+    waiters: dict[int, list[int]] = {}
+    for waiter, awaited in chain:
+        waiters.setdefault(awaited, []).append(waiter)
+    for awaited, ranks in list(waiters.items())[:_MOST_AWAITED]:
+        text = f"  {ranks_named(ranks, 8)} wait{'s' if len(ranks) == 1 else ''} for rank {awaited}"
+        yield from (row(line, link=RowLink(screen=6, rank=awaited)) for line in wrapped(text, width, "    "))
+    if len(waiters) > _MOST_AWAITED:
+        yield row((f"  and for {counted(len(waiters) - _MOST_AWAITED, 'more rank')}", Role.DIM))
 
 
 def _evidence_rows(item: Evidence, incident: Incident, width: int) -> Iterator[Row]:

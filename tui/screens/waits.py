@@ -39,6 +39,8 @@ class WaitsPane(Pane):
         incident = self.session.incident.value
         if incident is None:
             return ""
+        if not incident.edges:
+            return "no rank waits for another one"
         origin = " inferred from the verdict" if incident.is_chain else ""
         return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, waiting ranks below"
 
@@ -47,10 +49,6 @@ class WaitsPane(Pane):
         if incident is None:
             return self.no_incident(width)
         return RowList(wait_rows(incident, width))
-
-    def select(self, link: RowLink) -> None:
-        self.update_rows()
-        self.move_to_rank(link.rank)
 
 
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -8,11 +8,12 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
-from textual import events
+from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
+from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
 from textual.strip import Strip
 
 from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_secrets
@@ -164,7 +165,25 @@ class LineView(ScrollView, can_focus=True):
         self.post_message(self.Resized())
 
     def on_click(self, event: events.Click) -> None:
-        """A click moves the cursor, a double click opens the line."""
-        self.move_to(self.scroll_offset.y + event.y)
+        """A click moves the cursor, a double click opens the line; the frame and the room below the lines are no lines."""
+        place = event.get_content_offset(self)
+        if place is None or self.scroll_offset.y + place.y >= len(self.rows):
+            return
+        self.move_to(self.scroll_offset.y + place.y)
         if event.chain == 2:
             self.action_choose()
+
+    @on(events.MouseScrollDown)
+    @on(events.MouseScrollUp)
+    @on(ScrollTo)
+    @on(ScrollUp)
+    @on(ScrollDown)
+    def take_cursor_along(self) -> None:
+        """Keep the cursor in sight when the mouse scrolls: from out of sight it would scroll back at the next reload."""
+        self.call_after_refresh(self._move_into_sight)
+
+    def _move_into_sight(self) -> None:
+        top, height = self.scroll_offset.y, self.scrollable_content_region.height
+        seen = max(top, min(self.cursor, top + height - 1))
+        if seen != self.cursor and len(self.rows):
+            self.move_to(seen)

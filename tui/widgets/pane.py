@@ -156,7 +156,10 @@ class Pane(Vertical):
         self.select(link)
 
     def select(self, link: RowLink) -> None:
-        """Select an item."""
+        """Select an item: the first line of its rank, else the one on which the screen starts."""
+        self.update_rows()
+        self.begin()
+        self.move_to_rank(link.rank)
 
     def chosen(self, chosen: Row) -> None:
         """Enter on a row: follow its link."""

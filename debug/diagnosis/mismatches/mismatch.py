@@ -214,7 +214,7 @@ def _spelled(operation: Operation) -> str:
 
 def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Evidence:
     frame = user_frame(operation.frames, run.wrappers)
-    others = f" (and {count - 1} more ranks)" if count > 1 else ""
+    others = f" (and {count - 1} more rank{'s' if count > 2 else ''})" if count > 1 else ""
     state = "returned" if operation.state == OperationState.COMPLETED else "pending or failed"
     text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
         f", in {frame.function}{_caller(operation, frame)}" if frame else ""
