@@ -320,11 +320,13 @@ class LogsPane(Pane):
         """Move to the line at a time, as typed."""
         rows = self.body.rows
         if not isinstance(rows, LogRows) or not len(rows):
+            self.post_message(self.ShowStatus("there is no log line to go to"))
             return
         wanted = parse_clock(text, rows.line(self.body.cursor).time_ms)
         if wanted is None:
             self.post_message(self.ShowStatus(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
         else:
+            self._has_begun = True  # a screen that is shown for the first time starts there
             self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
 
     def chosen(self, chosen: Row) -> None:
