@@ -227,7 +227,7 @@ async def test_a_window_that_was_small_for_a_moment_is_painted_anew() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(app, pilot)
         painted: list[object] = []
-        app._display = lambda _screen, update: painted.append(update)  # type: ignore[method-assign]
+        app._display = lambda screen, renderable: painted.append(renderable)  # type: ignore[method-assign]  # noqa: ARG005
         app.post_message(events.Resize(app.size, app.size))
         await settled(app, pilot)
         assert [update.region.size for update in painted if isinstance(update, LayoutUpdate)] == [app.size]
