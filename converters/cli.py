@@ -33,18 +33,17 @@ if TYPE_CHECKING:
     from titan_ckpt.converters.torch_file import TorchReport
 
 
-EPILOG = """\
-examples:
-  titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16 --verify
-  titan-ckpt convert from-hf ./my-model runs/from-hf
-  titan-ckpt convert from-torch weights.pt runs/imported --under model
-  titan-ckpt convert to-torch runs/tiny@20 weights.pt --only model
-"""
+EXAMPLES = {
+    "to-hf": "titan-ckpt convert to-hf s3://bucket/run@1200 ./my-model --dtype bfloat16 --verify",
+    "from-hf": "titan-ckpt convert from-hf ./my-model runs/from-hf",
+    "from-torch": "titan-ckpt convert from-torch weights.pt runs/imported --under model",
+    "to-torch": "titan-ckpt convert to-torch runs/tiny@20 weights.pt --only model",
+}
 
 
 def configure(parser: Parser) -> None:
     """Add the sub-commands and their arguments."""
-    parser.epilog = EPILOG
+    parser.epilog = "examples:\n" + "".join(f"  {line}\n" for line in EXAMPLES.values())
     commands = parser.add_subparsers(dest="direction", metavar="DIRECTION", required=True)
     to_hf = commands.add_parser("to-hf", help="a checkpoint's model as a Hugging Face folder or prefix")
     to_hf.add_argument("src", metavar="RUN[@STEP]")
@@ -75,6 +74,8 @@ def configure(parser: Parser) -> None:
     from_torch.add_argument("dst", metavar="RUN[@STEP]", help="step 0 if none is given")
     from_torch.add_argument("--under", default="", metavar="NAME", help="put all names below NAME; e.g. model")
     from_torch.set_defaults(convert=_from_torch)
+    for name, command in commands.choices.items():
+        command.epilog = f"example:\n  {EXAMPLES[name]}\n"
     for command in (to_torch, from_torch):
         command.add_argument("--json", action="store_true", help="the result as JSON on stdout")
     for command in (to_hf, from_hf):

@@ -37,6 +37,11 @@ _EPILOG = """\
   titan-ckpt debug inject CASE [OPTIONS]  hang a small real job on purpose and leave its incident (a drill)
   titan-ckpt debug watch URL [OPTIONS]    follow a running job; report when it stops or a rank falls behind
 
+examples:
+  titan-ckpt debug runs/tiny
+  titan-ckpt debug s3://bucket/run --all
+  titan-ckpt debug ./dumps --html report.html --perfetto trace.json
+
 A folder that is named like a verb is given as ./collect. Each verb has its own --help.
 exit codes: 0 healthy, 1 a fault was found, 2 usage, 3 nothing readable, 4 a fault, or perhaps one, but the evidence does not
 decide, 5 the job runs, or has just stopped: look again

@@ -269,9 +269,14 @@ def _write_exits(job: list[_Rank], folder: Path) -> None:
     (folder / "exits.json").write_text(json.dumps(value))
 
 
+_EXAMPLE = """
+example:
+  titan-ckpt debug inject skip --ranks 4 --out ./drill
+"""
+
+
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "cases:\n" + "\n".join(f"  {name:18} {truth.text}" for name, truth in CASES.items())
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "cases:\n" + "".join(f"  {name:18} {truth.text}\n" for name, truth in CASES.items()) + _EXAMPLE
     parser.add_argument("case", metavar="CASE")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes to start (default 4)")
     parser.add_argument("--out", metavar="DIR", help="folder for the incident (default: ./incident-CASE)")

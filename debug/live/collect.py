@@ -86,7 +86,16 @@ def _spy(files: PrivateFolder, process: Process) -> None:
         files.write(f"{process.stem}.pyspy.stacks", result.stdout)
 
 
+_EPILOG = """\
+examples:
+  titan-ckpt debug collect --out ./hang              every training process of yours on this host
+  titan-ckpt debug collect --pid 4711 --out ./hang   a process that knows nothing of titan-ckpt
+  titan-ckpt debug collect /tmp/recorder --out s3://bucket/hang --logs 'logs/*/*.log'
+"""
+
+
 def _configure(parser: Parser) -> None:
+    parser.epilog = _EPILOG
     parser.add_argument("folder", metavar="FOLDER", nargs="?", help="the recorder's folder on this host; without it, and "
                         "without --pid, the training processes of this user that are found by RANK and libtorch")  # fmt: skip
     parser.add_argument("--pid", metavar="PID", nargs="+", type=int, action="extend", default=[],

@@ -132,7 +132,15 @@ def _print(beats: Mapping[int, Heartbeat], found: Sequence[Alarm], as_json: bool
     flush()
 
 
+_EPILOG = """\
+examples:
+  titan-ckpt debug watch runs/tiny
+  titan-ckpt debug watch s3://bucket/run --after 120 --json
+"""
+
+
 def _configure(parser: Parser) -> None:
+    parser.epilog = _EPILOG
     parser.add_argument("url", metavar="URL", help="the run, or the recorder's folder")
     parser.add_argument("--after", type=float, default=30.0, metavar="S", help="seconds without progress (default 30)")
     parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default 2)")

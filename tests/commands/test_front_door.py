@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from argparse import ArgumentParser
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -18,6 +19,7 @@ import torch
 from titan_ckpt.cli import main as command_line
 from titan_ckpt.cli.examine import machine, torch_runtime
 from titan_ckpt.cli.main import COMMANDS, build_parser, main
+from titan_ckpt.debug.cli import verb_parsers
 from titan_ckpt.saving.saver import save
 from titan_ckpt.trainer.config.recipes import recipes
 from titan_ckpt.trainer.config.settings import comments, schema, tables
@@ -161,12 +163,19 @@ def test_a_bug_is_told_to_the_quiet_too(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "internal error: ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_every_command_shows_examples() -> None:
-    for name in COMMANDS:
-        (shown,) = [
-            action.choices[name] for action in build_parser(only=name)._actions if isinstance(action.choices, dict)
-        ]
-        assert f"titan-ckpt {name} " in (shown.epilog or ""), name
+def _choices(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    """The parsers of a parser's sub-commands."""
+    return {k: v for a in parser._actions if isinstance(a.choices, dict) for k, v in a.choices.items()}
+
+
+def test_every_help_shows_examples() -> None:
+    commands = [_choices(build_parser(only=name))[name] for name in COMMANDS]
+    below = [each for command in commands for each in _choices(command).values()]
+    epilogs = {parser.prog: parser.epilog or "" for parser in (*commands, *below, *verb_parsers())}
+    assert {"titan-ckpt ls", "titan-ckpt convert to-hf", "titan-ckpt debug collect"} <= epilogs.keys()
+    assert not [
+        prog for prog, epilog in epilogs.items() if not re.search(rf"examples?:\n(.*\n)*?  {prog}[ \n]", epilog)
+    ]
 
 
 @pytest.mark.parametrize("words", [["--json", "ls"], ["ls", "--json"], ["ls", "-v", "--json", "--traceback"]])

@@ -193,7 +193,6 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
         prog="titan-ckpt",
         description="Train, reshard, convert and debug with checkpoints at the centre.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
@@ -210,7 +209,6 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
             name,
             help=entry.help,
             description=entry.help[0].upper() + entry.help[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if only is None or only == name:
             command = load_command(name)

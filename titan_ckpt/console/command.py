@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -44,7 +44,7 @@ class Parser(ArgumentParser):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{"formatter_class": RawDescriptionHelpFormatter, **options})
         self.rules: list[_Rule] = []
         self._given: set[str] = set()
 
