@@ -184,9 +184,12 @@ def test_training_leaves_a_model_of_its_last_checkpoint(tmp_path: Path) -> None:
 
 
 def test_training_does_not_fail_with_its_exports(tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
+    (tmp_path / "out").mkdir()
+    for step in (2, 4):
+        (tmp_path / "out" / f"checkpoint-{step}").write_text("a file in the way")
     assert _train(tmp_path, **{"export.url": str(tmp_path / "out")}) == 0
     assert all(record["problem"] for record in _exports(tmp_path / "run"))
+    assert (tmp_path / "out" / "checkpoint-4").read_text() == "a file in the way"
     assert open_checkpoint(str(tmp_path / "run")).step == 4
 
 
