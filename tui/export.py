@@ -11,7 +11,7 @@ from titan_ckpt.debug.report.html_page import report_html
 from titan_ckpt.debug.report.markdown import report_markdown
 from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.debug.report.trace import trace_parts
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import AlreadyExistsError, UsageError
 from titan_ckpt.location import redact_text
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.rows import clean
@@ -34,6 +34,8 @@ def export_report(incident: Incident, now_s: float, path: str) -> str:
         raise UsageError(f"{path}: give a name that ends with {', '.join(_WRITERS)}; nothing was written")
     try:
         write(incident, os.path.expanduser(path), now_s)
+    except AlreadyExistsError as error:
+        raise AlreadyExistsError(f"not written: {path} is there already, without our mark; give another name") from error
     except ValueError as error:  # a path that no file can have
         raise UsageError(f"{path}: {error}") from error
     return f"report written to {path}"
