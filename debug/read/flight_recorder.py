@@ -67,9 +67,9 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
     try:
         operations, used = _columns(entries, rank, configured, interner)
         first = int(entries[0].get("record_id", 0)) if entries else 0
+        is_whole = first == 0 and _are_consecutive(entries)
         if (operations["p2p"] != 0).any():
             number = _numbers([entry.get("p2p_seq_id") for entry in entries])
-            is_whole = first == 0 and _are_consecutive(entries)
             operations = _settle_pairs(operations, number, _batches(entries), is_whole=is_whole)
     except (TypeError, KeyError, AttributeError, OverflowError, IndexError, RecursionError) as error:
         raise ValueError(f"an entry is not as a dump's should be: {type(error).__name__}: {error}") from error
@@ -79,7 +79,7 @@ def parse_dump(data: bytes, rank: int, interner: Interner) -> ParsedDump:
         first_record_id=first,
         groups=configured,
         has_usable_groups=all(group.members for group in used),
-        is_whole=first == 0 and _are_consecutive(entries),
+        is_whole=is_whole,
     )
 
 
