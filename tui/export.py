@@ -35,7 +35,9 @@ def export_report(incident: Incident, now_s: float, path: str) -> str:
     try:
         write(incident, os.path.expanduser(path), now_s)
     except AlreadyExistsError as error:
-        raise AlreadyExistsError(f"not written: {path} is there already, without our mark; give another name") from error
+        raise AlreadyExistsError(
+            f"not written: {path} is there already, without our mark; give another name"
+        ) from error
     except ValueError as error:  # a path that no file can have
         raise UsageError(f"{path}: {error}") from error
     return f"report written to {path}"

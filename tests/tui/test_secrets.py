@@ -84,7 +84,7 @@ def test_the_ending_of_a_file_says_which_report(name: str, start: str, tmp_path:
     assert path.read_text().startswith(start)
     assert "/srv/job/faults.py:122" in path.read_text()
     path.write_text("theirs")
-    with pytest.raises(AlreadyExistsError, match="not written: .* another name"):
+    with pytest.raises(AlreadyExistsError, match=r"not written: .* another name"):
         export_report(load_incident(str(INCIDENTS / "skip")), 1.8e9, str(path))
     assert [path.read_text(), *tmp_path.iterdir()] == ["theirs", path]
 

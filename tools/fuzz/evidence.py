@@ -61,7 +61,8 @@ def mutate_dump(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
     try:
         changed = json.loads(mutate_json(rng, json.dumps(plain_loads(data)).encode(), ()))
         return pickle.dumps(_with_tuples(changed) if rng.random() < 0.3 else changed, protocol=rng.choice((2, 3, 4, 5)))
-    except (ValueError, TypeError, TitanError, RecursionError, MemoryError):  # lists in lists by reference grow without end
+    # MemoryError: lists that hold one another by reference grow without end.
+    except (ValueError, TypeError, TitanError, RecursionError, MemoryError):
         return mutate_pickle(rng, data, others)
 
 
