@@ -8,13 +8,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from titan_ckpt.arguments import OnProgress, ignore_progress
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.objects import read_object
@@ -33,8 +34,6 @@ from titan_ckpt.parsing.torch_archive import check_torch_file
 from titan_ckpt.saving.saver import SaveHandle, Saver
 from titan_ckpt.store.open import open_store
 
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Hears how many bytes are done, and of how many."""
 LOOK_S = 0.2
 FREE_VALUES, FREE_BYTES, MAX_GROWTH = 10_000, 64 << 20, 16
 
@@ -50,7 +49,7 @@ class TorchReport:
 
 
 def import_torch(
-    src: StrPath, dst: StrPath, *, under: str = "", on_progress: OnProgress = lambda _done, _total: None
+    src: StrPath, dst: StrPath, *, under: str = "", on_progress: OnProgress = ignore_progress
 ) -> TorchReport:
     """Write the state dict in the file `src` as checkpoint `dst` (`URL[@STEP]`, step 0 if none is given).
 
@@ -95,7 +94,7 @@ def export_torch(
     dst: StrPath,
     *,
     only: str = "",
-    on_progress: OnProgress = lambda _done, _total: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> TorchReport:
     """Write a checkpoint as one torch file `dst`, a flat dict that `torch.load(weights_only=True)` reads.
 

@@ -1,10 +1,11 @@
-"""Checks of what callers pass: words of a closed set, numbers in a range, types, JSON. UsageError names argument and value."""
+"""What callers pass: checks of words, numbers, types and JSON, whose UsageError names argument and value; progress callbacks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import TypeAlias
 
 from titan_ckpt.errors import UsageError
 
@@ -13,6 +14,12 @@ MAX_DEPTH = 64
 MAX_INT_BITS = 14_000
 """Python reads no integer of more than 4,300 digits."""
 MAX_SHOWN = 200
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Hears how much is done, and of how much."""
+
+
+def ignore_progress(_done: int, _total: int) -> None:
+    """Nobody wants to hear."""
 
 
 def check_word(value: object, words: Iterable[str], name: str) -> None:

@@ -186,6 +186,25 @@ def child(case: str, source: str, out: str) -> None:
     sys.stdout.write(json.dumps({"seconds": seconds, "processor_s": processor_s, "peak_mib": peak}) + "\n")
 
 
+def once(case: str, source: Path, out: Path, keep: Callable[[float, float], None]) -> Callable[[], float]:
+    """A function that runs one case in a process of its own and returns its seconds.
+
+    `keep` gets the process's peak RSS in MiB, and its seconds of the processor.
+    """
+
+    def run() -> float:
+        shutil.rmtree(out, ignore_errors=True)
+        os.sync()
+        command = [sys.executable, __file__, "--child", case, str(source), str(out)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+        facts = json.loads(done.stdout.splitlines()[-1])
+        keep(facts["peak_mib"], facts["processor_s"])
+        return float(facts["seconds"])
+
+    return run
+
+
 def main() -> None:
     """Measure and write the section."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -208,18 +227,10 @@ def measure(folder: Path, mib: int, rounds: int) -> None:
     peaks: dict[str, float] = {}
 
     def run(name: str, case: str, source: str) -> Callable[[], float]:
-        def once() -> float:
-            out = folder / "out"
-            shutil.rmtree(out, ignore_errors=True)
-            os.sync()
-            command = [sys.executable, __file__, "--child", case, str(folder / source), str(out)]
-            environment = os.environ | {"PYTHONPATH": str(ROOT)}
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-            facts = json.loads(done.stdout.splitlines()[-1])
-            peaks[name] = max(peaks.get(name, 0.0), facts["peak_mib"])
-            return float(facts["seconds"])
+        def keep(peak_mib: float, _processor_s: float) -> None:
+            peaks[name] = max(peaks.get(name, 0.0), peak_mib)
 
-        return once
+        return once(case, folder / source, folder / "out", keep)
 
     cases = {
         "import": run("import", "ours in", "model"),

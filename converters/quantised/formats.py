@@ -43,7 +43,7 @@ def float8_rows(
         stop = min(rows, (of_row + 1) * block[0] - first_row)
         with np.errstate(over="ignore"):
             table = ROUND[dtype](values * scales[of_row, :, None]).reshape(-1)
-        parts.append(table.take(packed_RC[start:stop] + of_columns, mode="clip"))
+        parts.append(table.take(packed_RC[start:stop] + of_columns, mode="clip"))  # no index is outside
         start = stop
     return np.concatenate(parts)
 

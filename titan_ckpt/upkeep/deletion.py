@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import TypeAlias
 
+from titan_ckpt.arguments import OnProgress, ignore_progress
 from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import named_files
@@ -32,8 +32,6 @@ from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
 
 log = logging.getLogger(__name__)
 SHOWN_NAMES = 4
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Hears how much is done, and of how much."""
 MARK = b"A deletion takes files from this folder. While this file is here, saves that need one of them fail.\n"
 
 
@@ -143,7 +141,7 @@ def _checkpoint(store: Store, info: CheckpointInfo, manifest: Manifest, *, url: 
 
 
 def plan_removal(
-    store: Store, policy: RetentionPolicy, *, now_s: float, on_read: OnProgress = lambda _done, _total: None
+    store: Store, policy: RetentionPolicy, *, now_s: float, on_read: OnProgress = ignore_progress
 ) -> RemovalPlan:
     """What `policy` deletes from a run, at the time `now_s`; deletes nothing. `on_read` hears of each checkpoint that was opened.
 
@@ -268,7 +266,7 @@ def _due(store: Store, step: int) -> str:
     return f"{store}@{step}: kept: not yet copied to the second tier; to let it go, remove it from {store.where(UNMIRRORED)}"
 
 
-def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = lambda _done, _total: None) -> list[str]:
+def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = ignore_progress) -> list[str]:
     """Delete what `plan` names: every COMMIT, then every `.metadata`, then the rest, each in calls of their own.
 
     A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And

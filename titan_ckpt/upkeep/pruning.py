@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast, overload
 
-from titan_ckpt.arguments import check_flag, check_type
+from titan_ckpt.arguments import OnProgress, check_flag, check_type, ignore_progress
 from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.errors import UsageError
 from titan_ckpt.location import StrPath, run_location
@@ -16,7 +16,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep import retention
-from titan_ckpt.upkeep.deletion import Garbage, OnProgress, delete, plan_removal, read_pins
+from titan_ckpt.upkeep.deletion import Garbage, delete, plan_removal, read_pins
 from titan_ckpt.upkeep.retention import PINS, RetentionPolicy
 
 
@@ -87,11 +87,9 @@ def prune(
         return retention.prune(infos, policy, ages_s=ages_s)
     with using(storage_options, run):
         store = run if isinstance(run, Store) else open_store(run_location(cast(StrPath, run)).url)
-    return _prune_run(store, policy, dry_run=dry_run, on_read=on_read or _ignore, on_delete=on_delete or _ignore)
-
-
-def _ignore(_done: int, _total: int) -> None:
-    return None
+    return _prune_run(
+        store, policy, dry_run=dry_run, on_read=on_read or ignore_progress, on_delete=on_delete or ignore_progress
+    )
 
 
 def _prune_run(

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from titan_ckpt.arguments import OnProgress
 from titan_ckpt.errors import DamagedError, DataError, NotFoundError
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 BIN, HEADER = "tokens.bin", "tokens.json"
 VERSION = 1
 BATCH_DOCUMENTS = 256
-ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ def pretokenise(
     reader: DocumentReader,
     destination: str,
     *,
-    progress: ProgressCallback | None = None,
+    progress: OnProgress | None = None,
 ) -> TokensHeader:
     """Stream the corpus to folder `destination` on any store; calls `progress(done_bytes, total_bytes)` after every file."""
     store = open_store(destination)
@@ -163,7 +163,7 @@ def _encode_all(
     reader: DocumentReader,
     dtype: str,
     seen: _Seen,
-    progress: ProgressCallback | None,
+    progress: OnProgress | None,
 ) -> Iterator[bytes]:
     done, total = 0, sum(file.size_bytes for file in files)
     for file in files:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
 from torch import Tensor
 
+from titan_ckpt.arguments import OnProgress
 from titan_ckpt.errors import ConfigError, LoadContractError
 from titan_ckpt.loading.load import load
 from titan_ckpt.loading.policy import LoadPolicy
@@ -35,7 +36,7 @@ def evaluate_rank(
     step: int,
     *,
     averaged: bool,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
 ) -> dict[str, dict[str, float]]:
     """The numbers of each set, the same on every rank; `averaged` takes the averages of `optimizer.ema_decay` for weights.
 
@@ -63,9 +64,7 @@ def evaluate_rank(
             return _all_sets(validation, step, on_progress)
 
 
-def _all_sets(
-    validation: Validation, step: int, on_progress: Callable[[int, int], None]
-) -> dict[str, dict[str, float]]:
+def _all_sets(validation: Validation, step: int, on_progress: OnProgress) -> dict[str, dict[str, float]]:
     total, number = sum(len(batch.microbatches) for batch in validation.batches().values()), count(1)
 
     def prepare(microbatch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -134,13 +134,14 @@ def _incident_name(process: RankProcess) -> str:
 
 @contextmanager
 def determinism(is_wanted: bool) -> Iterator[None]:
-    """Whether operations that vary from run to run raise."""
+    """Within, operations whose results vary from run to run raise, if `is_wanted`."""
     before = torch.are_deterministic_algorithms_enabled()
+    is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(is_wanted)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=is_warning)
 
 
 class Collector:

@@ -214,10 +214,10 @@ def is_broken(message: str, last: str, width: int) -> bool:
 
 
 _NUMBER = re.compile(r"\d+")
-BEGINNING = 24  # characters: more than any prefix that torch's own does not follow
+_COMPARED = 12  # characters, each number counted as one: as many as a task's or a pod's label has
 
 
 def begins_alike(message: str, line: str) -> bool:
     """Whether a line begins as a message does, but for numbers: then it is another message, and not the rest of that one."""
-    first, second = (_NUMBER.sub("0", text[:BEGINNING])[: BEGINNING // 2] for text in (message, line))
+    first, second = (_NUMBER.sub("0", text[: 2 * _COMPARED])[:_COMPARED] for text in (message, line))
     return first == second
