@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.fuzz.family import LONGEST_S, LONGEST_S_PER_MB
+from tools.fuzz.family import longest_s
 from tools.fuzz.hunt import HEAD, save
 
 POLL_S = 0.5
@@ -63,11 +63,11 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, *, is_planted: bool) ->
         time.sleep(POLL_S)
         if is_planted and any((folder / "findings").glob("*")):
             child.kill()
-        now, data, is_reading = _current(folder)
+        now, data, size, is_reading = _current(folder)
         spent = _cpu_s(child.pid)
         if now != at or not is_reading:
             at, cpu_s = now, spent
-        elif spent - cpu_s > 2 + max(LONGEST_S, LONGEST_S_PER_MB * len(data) / 1e6):
+        elif spent - cpu_s > 2 + longest_s(size):
             child.kill()
             save(folder / "findings", data, "hang")
         child.poll()
@@ -75,19 +75,19 @@ def _watch(child: subprocess.Popen[bytes], folder: Path, *, is_planted: bool) ->
         save(folder / "findings", _current(folder)[1], f"died {child.returncode}")
 
 
-def _current(folder: Path) -> tuple[int, bytes, bool]:
-    """The number of the input at hand, the input, and whether it is being read (rather than the next one made)."""
+def _current(folder: Path) -> tuple[int, bytes, int, bool]:
+    """The number of the input at hand, the input, the bytes its reader gets, and whether it is being read (rather than made)."""
     try:
         content = (folder / "current").read_bytes()
-        number, length, _, is_reading = HEAD.unpack_from(content)
+        number, length, size, _, is_reading = HEAD.unpack_from(content)
     except (OSError, struct.error):
-        return -1, b"", False
-    return number, content[HEAD.size : HEAD.size + length], bool(is_reading)
+        return -1, b"", 0, False
+    return number, content[HEAD.size : HEAD.size + length], size, bool(is_reading)
 
 
 def _progress(folder: Path) -> tuple[int, int]:
     try:
-        number, _, blocks, _ = HEAD.unpack_from((folder / "current").read_bytes())
+        number, _, _, blocks, _ = HEAD.unpack_from((folder / "current").read_bytes())
     except (OSError, struct.error):
         return 0, 0
     return number, blocks

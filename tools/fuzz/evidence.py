@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +214,23 @@ def _next_incident(rng: random.Random, _data: bytes, _others: Sequence[bytes]) -
     return rng.randbytes(8)
 
 
-def _read_incident(data: bytes) -> None:
-    """Recorded files of one incident, some damaged, exchanged or packed as the seed in `data` says, read and diagnosed."""
+@lru_cache(maxsize=1)
+def _incident(data: bytes) -> dict[str, bytes]:
+    """Recorded files of one incident by name, some damaged, exchanged or packed as the seed in `data` says."""
     rng = random.Random(data)
     files = rng.choice(_recorded())
-    content = dict(
+    return dict(
         _damaged(rng, name, original, files) for name, original in rng.sample(files, min(len(files), MAX_FILES))
     )
-    run = open_run("memory://fuzz", store=MemoryStore(content))
+
+
+def _incident_bytes(data: bytes) -> int:
+    return sum(map(len, _incident(data).values()))
+
+
+def _read_incident(data: bytes) -> None:
+    """Read and diagnose the files of the incident that `data` is the seed of."""
+    run = open_run("memory://fuzz", store=MemoryStore(_incident(data)))
     verdicts = diagnose(run)
     assert verdicts, "no verdict"
     report_text(run, verdicts)
@@ -262,6 +271,6 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="packed", seeds=_packed, mutate=mutate_packed, read=_read_packed, bound=lambda n: (64 << 20) + 400 * n
         ),
-        Family(name="incident", seeds=_incidents, mutate=_next_incident, read=_read_incident),
+        Family(name="incident", seeds=_incidents, mutate=_next_incident, read=_read_incident, size=_incident_bytes),
     )
 }

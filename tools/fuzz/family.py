@@ -14,7 +14,8 @@ MOST_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`bound`: bytes of memory that an input of n bytes may take by what the reader states; MOST_BYTES are granted beside."""
+    """`bound`: bytes of memory that an input of n bytes may take by what the reader states; MOST_BYTES are granted beside.
+    `size`: the bytes that the reader gets of an input."""
 
     name: str
     seeds: Callable[[], Sequence[bytes]]
@@ -22,8 +23,9 @@ class Family:
     read: Callable[[bytes], object]
     errors: tuple[type[Exception], ...] = (TitanError,)
     bound: Callable[[int], int] = lambda size: 64 * size
+    size: Callable[[bytes], int] = len
 
 
-def longest_s(data: bytes) -> float:
-    """CPU seconds that reading `data` may take."""
-    return max(LONGEST_S, LONGEST_S_PER_MB * len(data) / 1e6)
+def longest_s(size: int) -> float:
+    """CPU seconds that reading `size` bytes may take."""
+    return max(LONGEST_S, LONGEST_S_PER_MB * size / 1e6)

@@ -27,7 +27,8 @@ LARGEST = 1 << 16
 RETRIES = 2
 SLOWER = 1.3
 """An input that takes so many times as long for its size as any before it is kept, so that slowness is followed uphill."""
-HEAD = struct.Struct("<QQQQ")  # executions, length of the input that is being read, blocks reached, 1 while it is read
+HEAD = struct.Struct("<QQQQQ")
+"""Executions, length of the input, bytes that its reader gets, blocks reached, 1 while it is read."""
 _FORBIDDEN = frozenset(
     ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork", "pickle.find_class", "socket.connect", "os.remove",
      "os.rename", "shutil.rmtree", "ctypes.dlopen")
@@ -95,7 +96,7 @@ def problem_of(family: Family, data: bytes, *, slack: float = 1.0) -> str | None
 
 def measured(family: Family, data: bytes, *, slack: float = 1.0) -> Outcome:
     """Read one input, and again if it seems slow: the least time counts."""
-    found, most_s = _read(family, data), slack * longest_s(data)
+    found, most_s = _read(family, data), slack * longest_s(family.size(data))
     for _ in range(RETRIES):
         if found.problem is None and found.took_s > most_s:
             again = _read(family, data)
@@ -123,7 +124,7 @@ def _read(family: Family, data: bytes) -> Outcome:
             raise
         return Outcome(signature(error), 0.0)
     took_s, grown = time.process_time() - started, memory.grown()
-    if grown > MOST_BYTES + family.bound(len(data)):
+    if grown > MOST_BYTES + family.bound(family.size(data)):
         return Outcome(f"memory {grown >> 20} MB", took_s)
     return Outcome(None, took_s, is_accepted)
 
@@ -161,11 +162,11 @@ class Hunt:
 
     def _try(self, data: bytes) -> None:
         reached = self._blocks.reached()
-        os.pwrite(self._log, HEAD.pack(self._executions, len(data), reached, 1) + data, 0)
+        os.pwrite(self._log, HEAD.pack(self._executions, len(data), self._family.size(data), reached, 1) + data, 0)
         self._executions += 1
         self._blocks.clear()
         found = measured(self._family, data)
-        os.pwrite(self._log, HEAD.pack(self._executions, len(data), reached, 0), 0)
+        os.pwrite(self._log, HEAD.pack(self._executions, len(data), 0, reached, 0), 0)
         if found.problem is not None:
             save(self._folder / "findings", data, found.problem)
         is_new, is_slow = self._blocks.is_new(), self._is_slowest(data, found.took_s)
