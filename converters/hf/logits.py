@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from titan_ckpt.sharding.placement import Box
 
 MAX_CONTEXT = 512
 _THREADS = "TOKENIZERS_PARALLELISM"
+_TALKERS = ("transformers", "torchao", "torch.utils._pytree")
+"""Loggers that warn, at import and while loading, of what nobody can mend here: kernels for other devices, deprecations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +43,34 @@ def compare_logits(
     checkpoint: Checkpoint, plan: ExportPlan, folder: str, text: bytes, num_tokens: int
 ) -> LogitComparison:
     """Run both models on the same tokens of `text`, from the exported tokenizer or else bytes modulo the vocabulary size."""
-    exported = _load(folder)
-    reference = _fill(checkpoint, plan)
-    tokens_S = _tokens(folder, text, num_tokens, plan.spec.vocab_size)
-    context = min(MAX_CONTEXT, plan.spec.max_seq_len)
-    totals = _Totals()
-    for tokens_1S in torch.split(tokens_S, context):
-        totals.add(_run(reference, tokens_1S[None]), _run(exported, tokens_1S[None]))
+    with _only_errors():
+        exported = _load(folder)
+        reference = _fill(checkpoint, plan)
+        tokens_S = _tokens(folder, text, num_tokens, plan.spec.vocab_size)
+        context = min(MAX_CONTEXT, plan.spec.max_seq_len)
+        totals = _Totals()
+        for tokens_1S in torch.split(tokens_S, context):
+            totals.add(_run(reference, tokens_1S[None]), _run(exported, tokens_1S[None]))
     return totals.result()
+
+
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Silence the libraries' warnings and progress bars; levels are as they were afterwards."""
+    loggers = [logging.getLogger(name) for name in _TALKERS]
+    before = [logger.level for logger in loggers]
+    bars: Any = transformers.utils.logging
+    has_bar = bars.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+        if has_bar:
+            bars.enable_progress_bar()
 
 
 def _load(folder: str) -> Any:

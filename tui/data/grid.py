@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ _MEDIAN_OF = 1_024
 _BLOCK_ROWS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Grid:
     """`codes[i, j]` is the state of rank `members[i]` in column `j`.
 
@@ -57,6 +58,14 @@ class Grid:
     def is_time(self) -> bool:
         """Whether columns are times."""
         return self.bin_ns > 0
+
+    @cached_property
+    def occurring(self) -> tuple[int, ...]:
+        """The codes that occur, in order."""
+        found = np.zeros(len(GLYPHS), np.int64)
+        for start in range(0, len(self.codes), _BLOCK_ROWS):
+            found += np.bincount(self.codes[start : start + _BLOCK_ROWS].ravel(), minlength=len(GLYPHS))
+        return tuple(np.flatnonzero(found).tolist())
 
     def column_text(self, column: int) -> str:
         """Label of a column: `#7`, or seconds since the start."""

@@ -151,7 +151,7 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
 
 def legend_text(grid: Grid, width: int) -> str:
     """Glyphs and their labels; only those that occur if there is no room for all."""
-    here = [code for code in np.unique(grid.codes).tolist() if code != BLANK]
+    here = [code for code in grid.occurring if code != BLANK]
     if grid.is_time:
         return "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here) + "  ╎ the last rank begins to wait"
     text = "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)
