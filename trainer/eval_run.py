@@ -36,6 +36,8 @@ _OFF = {
     "export.every": 0, "validation.every": 0,
 }  # fmt: skip
 
+_WITHOUT_EFFECT = ("save.", "export.", "validation.every=", "resume.auto=")
+
 
 def run(arguments: Namespace) -> int:
     """Evaluate as a rank, alone, or on ranks that are started."""
@@ -65,6 +67,11 @@ def run(arguments: Namespace) -> int:
 
 def _config(arguments: Namespace, recorded: Any) -> TrainConfig:
     """The settings to evaluate with: nothing is saved, resumed or trained."""
+    for text in arguments.set:
+        if text.startswith(_WITHOUT_EFFECT):
+            raise UsageError(
+                f"--set {text} has no effect: `eval` neither saves, exports nor resumes a run; leave it out"
+            )
     extension = load_extension(arguments.module) if arguments.module else Extension()
     kind = config_type(extension)
     sets = [f"{name}={value}" for name, value in _OFF.items()]

@@ -25,7 +25,7 @@ from titan_ckpt.trainer.config.toml_records import Resolved, as_dict, render, re
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, config_type, resolve_mesh
 from titan_ckpt.trainer.data.batches import reader_of
 from titan_ckpt.trainer.data.corpus import list_files
-from titan_ckpt.trainer.data.token_files import pretokenise
+from titan_ckpt.trainer.data.token_files import check_free, pretokenise
 from titan_ckpt.trainer.data.tokenizer import open_tokenizer
 from titan_ckpt.trainer.job.job import EndReason
 from titan_ckpt.trainer.job.rank_process import RankProcess
@@ -178,9 +178,14 @@ def pretokenise_all(config: TrainConfig, destination: str) -> int:
     for source in config.data.sources:
         if source.format in ("chat", "tokens", "nanogpt", "megatron"):
             raise ConfigError(f"--pretokenise writes token files of text; {source.url} is read as {source.format!r}")
+    several = len(config.data.sources) > 1
+    targets = [
+        join(destination, f"{number:02d}") if several else destination for number in range(len(config.data.sources))
+    ]
+    for target in targets:
+        check_free(target)
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
-    for number, source in enumerate(config.data.sources):
-        target = destination if len(config.data.sources) == 1 else join(destination, f"{number:02d}")
+    for source, target in zip(config.data.sources, targets, strict=True):
         files, reader = list_files(source.url), reader_of(source, config.data)
         header = pretokenise(files, tokenizer, reader, target, progress=_TokeniseProgress(source.url))
         write_text(f"{target}: {header.num_tokens} tokens of {header.num_documents} documents")

@@ -16,14 +16,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_ckpt.errors import ConfigError, DataError
+from titan_ckpt.errors import AlreadyExistsError, ConfigError, DataError
 from titan_ckpt.trainer.config.train_config import DataConfig, SourceConfig
 from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.batches import BatchLoader, BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
 from titan_ckpt.trainer.data.records import read_documents
 from titan_ckpt.trainer.data.sample_order import BLOCK, SampleOrder, SourceSize, permuted, shares
-from titan_ckpt.trainer.data.token_files import open_tokens, pretokenise
+from titan_ckpt.trainer.data.token_files import check_free, open_tokens, pretokenise
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_vocabulary, open_tokenizer
 from titan_ckpt.trainer.seams.loss import IGNORED
@@ -266,6 +266,15 @@ def test_pretokenised_corpus_reads_alike_mapped_and_by_range(tmp_path: Path) -> 
     assert (header.num_tokens, header.num_documents) == (10, 1)
     assert local.read(2, 8).tolist() == remote.read(2, 8).tolist() == [*b"me text", 256]
     assert local.header == remote.header
+
+
+def test_token_files_overwrite_nothing(tmp_path: Path) -> None:
+    for name in ("tokens.bin", "tokens.json", "OWNER.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
+        with pytest.raises(AlreadyExistsError, match=f"{name} is there already"):
+            check_free(str(tmp_path / name))
+    check_free(str(tmp_path / "new"))
 
 
 def test_a_damaged_pretokenised_corpus_is_refused(tmp_path: Path) -> None:

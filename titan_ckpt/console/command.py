@@ -24,6 +24,7 @@ class ParserExit(SystemExit):
         self.wrong = wrong
 
 
+_STARTS_WITH_A_NUMBER = re.compile(r"-\.?\d")
 _NOT_A = {"int": "a whole number", "float": "a number"}
 
 
@@ -45,6 +46,7 @@ class Parser(ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{"formatter_class": RawDescriptionHelpFormatter, **options})
+        self._negative_number_matcher = _STARTS_WITH_A_NUMBER  # argparse's own takes -1GB for an option
         self.rules: list[_Rule] = []
         self._given: set[str] = set()
 
@@ -100,12 +102,14 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; {self._meant(message)}`{self.prog} --help` shows how\n")
 
     def _meant(self, message: str) -> str:
-        """The option that an unknown one is most like, or the one that takes the values of settings."""
+        """The option that an unknown one is most like, or the one that takes settings or their values."""
         unknown = message.partition("unrecognized arguments: ")[2].split()
         if unknown and unknown[0].startswith("-"):
             return nearest(unknown[0].partition("=")[0], self._option_string_actions)
-        is_setting = unknown and "=" in unknown[0] and "--set" in self._option_string_actions
-        return f"did you mean --set {unknown[0]}? " if is_setting else ""
+        for option, mark in (("--set", "="), ("--explain", "")):
+            if unknown and mark in unknown[0] and option in self._option_string_actions:
+                return f"did you mean {option} {unknown[0]}? "
+        return ""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Print `message` to stderr and end the program."""
