@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from titan_ckpt.arguments import check_number, check_whole
-from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.console.output import OutputClosedError, are_events_wanted, flush, write_json, write_note, write_text
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.units import format_size, parse_size
-from titan_ckpt.errors import INTERNAL, ConfigError, TitanError, UsageError
+from titan_ckpt.errors import INTERNAL, AlreadyExistsError, ConfigError, TitanError, UsageError
 from titan_ckpt.location import join
 from titan_ckpt.sharding.mesh import MAX_RANKS
 from titan_ckpt.trainer.config.extension import Extension, load_extension
@@ -184,6 +184,8 @@ def pretokenise_all(config: TrainConfig, destination: str) -> int:
     ]
     for target in targets:
         check_free(target)
+        if list_checkpoints(target):
+            raise AlreadyExistsError(f"{target} holds checkpoints; give the token files a folder of their own")
     tokenizer = open_tokenizer(config.data.tokenizer, separator=config.data.separator)
     for source, target in zip(config.data.sources, targets, strict=True):
         files, reader = list_files(source.url), reader_of(source, config.data)

@@ -56,6 +56,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("reshard runs/tiny@1 out --mesh dp_shard=2 --placements nope.toml", 2, ("nope.toml",)),
     ("reshard runs/tiny@1 out --mesh dp_shard=2 -n --latency nan", 2, ("--latency", "nan", "from 0 on")),
     ("reshard runs/tiny@1 out --mesh dp_shard=2 --memory -1GB", 2, ("'-1GB' is not a size", "512MB")),
+    ("train debug --pretokenise runs/tiny", 3, ("runs/tiny holds checkpoints", "a folder of their own")),
     ("config mesh.tp", 2, ("mesh.tp", "did you mean --explain mesh.tp?")),
     ("eval runs/tiny --set save.url=x", 2, ("--set save.url=x has no effect", "leave it out")),
     ("reshard runs/tiny@1 out --mesh= -n", 2, ("--mesh is empty", "such as")),

@@ -269,7 +269,7 @@ def test_pretokenised_corpus_reads_alike_mapped_and_by_range(tmp_path: Path) -> 
 
 
 def test_token_files_overwrite_nothing(tmp_path: Path) -> None:
-    for name in ("tokens.bin", "tokens.json", "OWNER.json"):
+    for name in ("tokens.bin", "tokens.json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("mine")
         with pytest.raises(AlreadyExistsError, match=f"{name} is there already"):

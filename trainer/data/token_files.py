@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from titan_ckpt.arguments import OnProgress
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, DataError, NotFoundError
-from titan_ckpt.format.names import OWNER
 from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
@@ -125,9 +124,9 @@ def is_tokens(url: str) -> bool:
 
 
 def check_free(url: str) -> None:
-    """AlreadyExistsError if folder `url` holds token files or a run: neither is overwritten or mixed with the other."""
+    """AlreadyExistsError if folder `url` holds token files: none are overwritten."""
     store = open_store(url)
-    if found := next((name for name in (HEADER, BIN, OWNER) if store.exists(name)), None):
+    if found := next((name for name in (HEADER, BIN) if store.exists(name)), None):
         raise AlreadyExistsError(f"{store.where(found)} is there already; give the token files a folder of their own")
 
 
