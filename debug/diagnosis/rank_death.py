@@ -9,7 +9,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
-from titan_ckpt.debug.incident.waits import waited_at_the_end
+from titan_ckpt.debug.incident.waits import pending, waited_at_the_end
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
 _DETAILS = {EventKind.OOM: Subtype.OOM, EventKind.DEVICE_ERROR: Subtype.DEVICE}
@@ -62,12 +62,34 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if not _is_own(event):
         return False
-    if "handled" in event.values or ended_well(record) or _is_routine(record, event):
+    if {"handled", "outlived"} & set(event.values) or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
         has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
         return hang_stack(record) is not None or not has_ended_itself
-    return logged_on(record, event) or _was_told_first(record)
+    return logged_on(record, event) or _works_on(record, event) or _was_told_first(record)
+
+
+ROUTINE_TIMES = 2
+
+
+def _works_on(record: RankRecord, event: LogEvent) -> bool:
+    """Whether its recorder ticks and its main thread waits in an operation of its routine: in the backward pass, or at a line
+    where it completed the same operation before. No process that ends of an error comes there, nor does a handler."""
+    beat, stack = record.heartbeat, hang_stack(record)
+    if beat is None or beat.is_stopped or record.exit is not None or event.source.endswith(".error.json"):
+        return False
+    if stack is None or stack.main is None or not waited_at_the_end(record):
+        return False
+    state, call = main_thread_state(stack.main)
+    table = record.operations
+    last = table[table["created_ns"].argmax()]
+    alike = ~pending(table)
+    for column in (
+        ("group", "op", "sizes", "dtypes") if call == "backward" else ("group", "op", "sizes", "dtypes", "frames")
+    ):
+        alike &= table[column] == last[column]
+    return state.may_wait and int(alike.sum()) >= ROUTINE_TIMES
 
 
 def ended_well(record: RankRecord) -> bool:

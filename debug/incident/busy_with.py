@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.frames import is_library, is_native
 from titan_ckpt.debug.incident.kinds import Subtype
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot
 
@@ -48,7 +48,7 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Eviden
         return Subtype.GC, Evidence(
             text="the main thread is in garbage collection", rank=record.rank, source=stack.source
         )
-    near = stack.main.frames[:8]
+    near = [frame for frame in stack.main.frames if not is_native(frame)][:8] or stack.main.frames[:8]
     inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
     is_locked = any(f.function in _LOCKED and f.file.endswith("threading.py") for f in near[:inner])
     if is_locked and not any(f.file.endswith(_HANDED_OVER) for f in near[:inner]):

@@ -36,7 +36,12 @@ _TORCH_ON_CPU = re.compile(
     r"(?:^|/)torch/(?:utils/data|multiprocessing|_dynamo|_inductor|_functorch|fx|export|jit|onnx|hub|package|serialization\.py|storage\.py"
     r"|distributed/(?:checkpoint|elastic|rendezvous|launcher)|profiler|testing|compiler|library\.py|_library)"
 )
-_NATIVE_WAITS = re.compile(r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|hip\w+Synchronize|\bnccl\w+|gloo::|c10d::")
+_NATIVE_WAITS = re.compile(
+    r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|cu(?:da)?Memcpy|hip\w+(?:Synchronize|Memcpy)|\bnccl\w+|gloo::|c10d::"
+    r"|autograd::Engine::|_local_scalar_dense"
+)
+_OF_DEVICES = re.compile(r"\blib(?:cuda|cudart|nccl|rccl|amdhip64|hsa-runtime64)\.so")
+_NATIVE = re.compile(r"<(?:native|.*\.(?:so[\d.]*|dylib|S|c|cc|cpp|cxx|cu|h|hpp|inl))>$")
 _KNOWN_CALLS = frozenset(
     {
         "backward",
@@ -59,6 +64,11 @@ def is_library(frame: Frame) -> bool:
     """Whether a frame belongs to the interpreter or an installed package, not to the user's program."""
     file = frame.file
     return bool(_LIBRARY.search(file) or _STANDARD.match(file) or _WRAPPER.search(file))
+
+
+def is_native(frame: Frame) -> bool:
+    """Whether a frame is of C or C++: readers put its file or library in angle brackets, with line 0 where it has none."""
+    return frame.file.startswith("<") and (frame.line == 0 or _NATIVE.match(frame.file) is not None)
 
 
 def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = frozenset()) -> Frame | None:
@@ -149,19 +159,20 @@ def _lateness(reason: str) -> int:
 
 def main_thread_state(main: Thread) -> tuple[RankState, str]:
     """What a main thread is in, and the name of the library call it waits in."""
-    inside = _library_frames(main)
+    within = _library_frames(main)
+    inside = tuple(frame for frame in within if not is_native(frame))
     if is_importing(inside):
         return RankState.ON_CPU, ""
     is_waiting = any(frame.function == "wait" and frame.file.endswith(_HOOKS) for frame in inside)
     found = next((call for frame in inside if (call := _library_call(main, frame)) is not None), None)
     if found is not None:
         return found
-    user = main.frames[len(inside)] if len(inside) < len(main.frames) else None
+    user = main.frames[len(within)] if len(within) < len(main.frames) else None
     if is_waiting or (not inside and user and _WAITS_FOR_WORK.search(user.text)):
         return RankState.IN_COLLECTIVE, "wait"
-    if inside and _runs_torch(inside[0]):
-        return RankState.IN_TORCH, _spoken_call(inside)
-    near = main.frames[0] if main.frames else None
+    if (inside and _runs_torch(inside[0])) or any(map(_waits_natively, within[: _num_native(within)])):
+        return RankState.IN_TORCH, _spoken_call(inside or within)
+    near = inside[0] if inside else user
     waits = _WAITS.search(near.text) if near else None
     return (RankState.IN_TORCH, waits.group(1)) if waits else (RankState.ON_CPU, "")
 
@@ -179,9 +190,16 @@ def is_importing(frames: Sequence[Frame]) -> bool:
 
 def _runs_torch(innermost: Frame) -> bool:
     """Whether below this frame there is C++ of torch, or of what it calls, that may wait for a pending operation."""
-    if _NATIVE_WAITS.search(innermost.function):
-        return True
     return bool(_TORCH.search(innermost.file)) and not _TORCH_ON_CPU.search(innermost.file)
+
+
+def _num_native(frames: Sequence[Frame]) -> int:
+    """How many frames of C and C++ there are below the innermost one of Python."""
+    return next((place for place, frame in enumerate(frames) if not is_native(frame)), len(frames))
+
+
+def _waits_natively(frame: Frame) -> bool:
+    return bool(_NATIVE_WAITS.search(frame.function) or _OF_DEVICES.search(frame.file))
 
 
 def _spoken_call(inside: Sequence[Frame]) -> str:

@@ -41,7 +41,8 @@ def parse_stacks(text: str, source: str, reason: str) -> StackSnapshot:
             )
         elif match := _PYSPY_FRAME.match(line):
             function, file, number = match.groups()
-            frames.append(Frame(file=_native(file, number), line=_line(number or "0"), function=function))
+            line_number = _line(number or "0")
+            frames.append(Frame(file=bracketed(file, line_number), line=line_number, function=function))
         elif match := _STATE.match(line):
             state = match.group(1)
     close()
@@ -55,9 +56,12 @@ def _thread_name(pyspy: re.Match[str] | None, faulthandler: re.Match[str] | None
     return (faulthandler.group(3) or faulthandler.group(2)).strip() or faulthandler.group(2)
 
 
-def _native(file: str, line: str | None) -> str:
-    """py-spy gives C frames a library without a line: no part of the user's program."""
-    return file if line else f"<{file}>"
+_OF_C = re.compile(r"\.(?:S|c|cc|cpp|cxx|cu|h|hpp|inl)$")
+
+
+def bracketed(file: str, line: int) -> str:
+    """The file of a frame of py-spy's; in angle brackets if it is of C: a library without a line, or C's source with one."""
+    return file if line and not _OF_C.search(file) else f"<{file}>"
 
 
 def _line(digits: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.records import Frame, StackSnapshot, Thread
-from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.read.stacks import bracketed, parse_stacks
 from titan_ckpt.parsing.json_values import JsonValue
 
 MAX_THREADS = 512
@@ -111,7 +111,8 @@ def read_pyspy_json(document: JsonValue, source: str) -> ProcessStacks:
 
 
 def _json_frame(frame: JsonValue) -> Frame:
-    return Frame(file=frame["filename"].text(4096), line=frame["line"].whole(), function=frame["name"].text(4096))
+    line = frame["line"].whole()
+    return Frame(file=bracketed(frame["filename"].text(4096), line), line=line, function=frame["name"].text(4096))
 
 
 # ----------------------------------------------------------------------------------------------------------- gdb

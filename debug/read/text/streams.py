@@ -14,6 +14,7 @@ from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.debug.read.text.error_kinds import kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
+from titan_ckpt.debug.read.text.routine import Routine
 
 TAIL_LINES = 40
 MAX_EVENTS = 400
@@ -79,6 +80,10 @@ class Stream:
     crash: list[str] | None = None
     details: int = 0  # lines that may still belong to NCCL's message
     is_usage: bool = False  # the lines before belong to a program's usage
+    routine: Routine = field(default_factory=Routine)
+    open_errors: deque[LogEvent] = field(
+        default_factory=lambda: deque(maxlen=MAX_EVENTS // 2)
+    )  # logged, perhaps outlived
 
     def take(self, number: int, line: Line) -> None:
         """Account for one line, its prefixes removed."""
@@ -118,6 +123,8 @@ class Stream:
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
         self.previous, self.announced = "", ""
         self.last_step_line, self.done_line, self.is_usage, self.details = 0, 0, False, 0
+        self.routine = Routine()
+        self.open_errors.clear()
 
     def add(self, event: LogEvent) -> None:
         """Keep the first and the newest events where there are very many."""
@@ -170,9 +177,29 @@ class Stream:
         if found is not None:
             kind, values = found
             self._keep(number, text, kind, values, raised is not None)
+            self._open(kind)
             self.details = MOST_DETAILS if "type" in values and "NCCL error" in text else 0
+        elif self.frames is None and not _RECORD.search(text[:200]) and self.routine.take(text):
+            self._outlive()
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
+
+    def _open(self, kind: EventKind) -> None:
+        """Note an error of the program's own that it logged: whether the program goes on will be seen."""
+        event = (self.last or self.first)[-1]
+        if kind in (EventKind.EXCEPTION, EventKind.OOM) and "announced" in event.values:
+            self.open_errors.append(event)
+            self.routine.mark()
+
+    def _outlive(self) -> None:
+        """The program went on with its routine: it had caught the errors that it logged."""
+        for event in self.open_errors:
+            for box in (self.last, self.first):
+                place = next((n for n in range(len(box) - 1, -1, -1) if box[n] is event), None)
+                if place is not None:
+                    box[place] = replace(event, values={**event.values, "outlived": "1"})
+                    break
+        self.open_errors.clear()
 
     def _take_detail(self, text: str) -> bool:
         """Join a line of NCCL's message to the error that began with it: its last lines say what failed."""
