@@ -62,7 +62,7 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if not _is_own(event):
         return False
-    if {"handled", "outlived"} & set(event.values) or ended_well(record) or _is_routine(record, event):
+    if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
         has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
@@ -137,10 +137,10 @@ def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:
-    """Whether the rank logged a training step after it: then it was caught."""
+    """Whether the rank logged a training step after it, or what it had logged again and again: then it was caught."""
     log = record.log
-    if log is None:
-        return False
+    if log is None or "outlived" in event.values:
+        return log is not None
     is_later = event.source == log.source and max(log.last_step_line, log.done_line) > event.line
     return is_later or (event.time_s is not None and any(time_s > event.time_s for time_s in log.step_times.values()))
 

@@ -54,6 +54,40 @@ def test_rank_that_missed_the_monitored_barrier(tmp_path: Path) -> None:
     assert (top.verdict, top.culprits, top.victims) == ("STUCK_ON_CPU", (2,), (0,))
 
 
+CUT_OFF = (
+    "[Rank {}] Rank 0 failed to pass monitoredBarrier... Original exception: \n[gloo/transport/tcp/pair.cc:598] closed"
+)
+
+
+def test_who_gave_up_in_the_barrier_is_named_by_the_next_and_came(tmp_path: Path) -> None:
+    """ProcessGroupGloo.cpp: rank 0 gives up for rank 2 and ends, rank 1 then names rank 0; rank 3 was ended before it wrote."""
+    first = raised("Rank 2 failed to pass monitoredBarrier in 30000 ms")
+    top = judged(tmp_path, {0: first, 1: raised(CUT_OFF.format(1)), 2: STEPS, 3: STEPS})
+    assert (top.verdict, top.culprits) == ("STUCK_ON_CPU", (2,))
+
+
+STORE = (
+    "[rank{0}]: torch.distributed.DistBackendError: [{0}] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
+    "via c10d key-value store by key '0', but store->get('0') got error: {1}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "culprits"),
+    [
+        ("Socket Timeout", (0,)),
+        ("wait timeout after 600000ms, keys: /default_pg/0//0", (0,)),
+        ("Connection reset by peer", ()),
+        ("Broken pipe", ()),
+        ("Connection was likely closed. Did the remote server shutdown or crash?", ()),
+    ],
+)
+def test_a_lost_connection_to_the_store_names_no_rank(error: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
+    """ProcessGroupNCCL::broadcastUniqueNCCLID, TCPStore.cpp: the store may be the launcher's."""
+    told = "".join(STORE.format(rank, error) for rank in (1, 2, 3))
+    assert judged(tmp_path, {}, told).culprits == culprits
+
+
 def test_rank_that_passed_the_monitored_barrier_is_innocent(tmp_path: Path) -> None:
     top = judged(tmp_path, {1: raised(PASSED.format(1)), 2: STEPS})
     assert not {0, 1} & set(top.culprits)

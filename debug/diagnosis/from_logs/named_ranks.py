@@ -33,18 +33,20 @@ def named_ranks(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
 
 
 def absent_ranks(run: Run) -> dict[int, LogEvent]:
-    """Ranks that did not come by the text of one that waited, which did not log such a text themselves."""
+    """Ranks that did not come by the text of one that waited. Not those that logged such a text themselves: who gave up waiting
+    in a monitoredBarrier is named by the next one, whose connection to it closed."""
     named: dict[int, LogEvent] = {}
-    waited: set[int] = set()
+    joined: set[int] = set()
+    gave_up: set[int] = set()
     newest = max((int(seq) for seq in _timed_out(run)), default=0)
     for event in _events(run, (EventKind.COMM_TIMEOUT, EventKind.DESYNC)):
         ranks = _numbers(event.values.get("names", ""))
         if event.kind == EventKind.DESYNC and "missed" not in event.values and not 0 < _seq(event) < newest:
-            waited.update(ranks)
+            joined.update(ranks)
             continue
         named.update({rank: event for rank in ranks if rank in run.ranks})
-        waited.update({event.rank} if ranks and event.kind == EventKind.COMM_TIMEOUT else ())
-    return {} if waited & set(named) else named
+        gave_up.update({event.rank} if ranks and event.kind == EventKind.COMM_TIMEOUT else ())
+    return {} if joined & set(named) else {rank: event for rank, event in named.items() if rank not in gave_up}
 
 
 def present_ranks(run: Run) -> set[int]:

@@ -87,6 +87,25 @@ _DEVICE = re.compile(
 )
 
 
+# Lines that speak of memory and report no lack of it: a count of none, a record below WARNING, what may or should not happen.
+_NO_LACK = re.compile(
+    r"(?i:out of memory|oom)[\w() -]{0,40}?[:= ] ?0(?![.\d])|\b(?:no|0|zero|without|avoid|prevent|if|when|may|might|could|would) "
+    r"(?:\w+ ){0,6}(?i:out of memory|oom)|\b(?:INFO|DEBUG|TRACE)\b"
+)
+_LACK = re.compile(r"Tried to allocate|[Kk]ill(?:ed|ing)\b|Error\b")
+
+
+def is_mere_talk(text: str) -> bool:
+    """Whether a line that speaks of a lack of memory reports none.
+
+    >>> is_mere_talk("INFO mem: peak 71.2 GiB; CUDA out of memory events: 0")
+    True
+    >>> is_mere_talk("CUDA out of memory. Tried to allocate 2.00 GiB")
+    False
+    """
+    return _NO_LACK.search(text) is not None and _LACK.search(text) is None
+
+
 def has_any(text: str, words: tuple[str, ...]) -> bool:
     """Whether one of `words` stands in the text."""
     return any(word in text for word in words)

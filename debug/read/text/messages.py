@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any, kind_of_error
+from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any, is_mere_talk, kind_of_error
 
 Values = dict[str, str]
 
@@ -77,13 +77,16 @@ _STORE_KEY = re.compile(
 )
 _KEY_RANK = re.compile(r"(?:^|(?<!cuda/)/)(\d{1,6})$")  # behind `//cuda//` stands the number of a communicator
 _UNIQUE_ID = re.compile(r"retrieving ncclUniqueId from \[(\d{1,6})\]")
+_STORE_LOST = re.compile(
+    r"Connection (?:reset|closed|refused|was likely closed)|[Bb]roken pipe|recvValue failed|Failed to recv"
+)
 _CLIENTS = re.compile(r"waiting for clients\. (?P<joined>\d{1,7})/(?P<expected>\d{1,7}) clients joined")
 
 
 def _store_wait(text: str) -> Values | None:
     if match := _CLIENTS.search(text):
         return {"joined": match["joined"], "expected": match["expected"]}
-    if match := _UNIQUE_ID.search(text):
+    if (match := _UNIQUE_ID.search(text)) and not _STORE_LOST.search(text):
         return {"key": "ncclUniqueId", "rank": match.group(1)}
     if match := _STORE_KEY.search(text):
         awaited = _KEY_RANK.search(match["key"])
@@ -256,7 +259,7 @@ _SERVERS = (
 # The last line of a traceback, where people paste that alone.
 _BARE = ("connectFullMesh failed", "DistBackendError: ", "DistNetworkError: ", "DistStoreError: ")
 _LAST_RULES = (
-    _Rule(EventKind.OOM, OOM_WORDS),
+    _Rule(EventKind.OOM, OOM_WORDS, lambda text: None if is_mere_talk(text) else {}),
     _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),
     _Rule(EventKind.DEVICE_ERROR, _ABORTED, _is(EventKind.DEVICE_ERROR)),
     _Rule(EventKind.DEVICE_ERROR, (*_ABORTED[:3], "HSA_STATUS_ERROR")),

@@ -26,6 +26,7 @@ MAX_STEPS = 100_000
 _TRACEBACK = "Traceback (most recent call last)"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _STEP = re.compile(r"\b(?:global_?)?(?:step[ =:#-]{0,3}|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
+_BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
 _DONE = re.compile(
     r"(?:[Tt]raining|TRAINING|[Rr]un|[Jj]ob) (?:is |has |was )?(?:completed?|finished|done|ended successfully)\b"
@@ -74,6 +75,7 @@ class Stream:
     frames: list[Frame] | None = None
     chained: bool = False
     thread: str = ""
+    bar: int = 0  # how far its last progress bar was; one that closes is written once more
     previous: str = ""  # the line before
     announced: str = ""  # by which log record a traceback was, its numbers removed
     is_ignored: bool = False  # the interpreter says so of the exception that follows
@@ -123,7 +125,7 @@ class Stream:
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
         self.previous, self.announced = "", ""
         self.last_step_line, self.done_line, self.is_usage, self.details = 0, 0, False, 0
-        self.routine = Routine()
+        self.routine, self.bar = Routine(), 0
         self.open_errors.clear()
 
     def add(self, event: LogEvent) -> None:
@@ -151,6 +153,10 @@ class Stream:
         is_trusted = time_s is not None or (self.frames is None and "rror" not in line.text)
         if "'loss':" in line.text and "'epoch':" in line.text:  # Transformers' Trainer, which names no step
             self.last_step_line = number
+        if "<" in line.text and (bar := _BAR.search(line.text)):
+            if int(bar.group(1)) > self.bar:
+                self.last_step_line = number
+            self.bar = int(bar.group(1))
         low = line.text.lower() if is_trusted else ""
         if ("step" in low or "iteration" in low) and (step := _STEP.search(line.text)):
             sign = -1 if line.text[step.start(1) - 2 : step.start(1)] == " -" else 1
@@ -285,6 +291,8 @@ class Stream:
                 cause = box.pop()
                 if not cause.kind.is_communication and kind.is_communication:
                     box.append(replace(cause, values={**cause.values, "handled": "1"}))
+                elif _is_of_peers(cause) and not kind.is_communication:
+                    box.append(cause)  # what a handler raised of it is no cause
                 values["causes"] = ", ".join(filter(None, (cause.values.get("causes"), cause.values["type"])))
         return values
 
@@ -322,6 +330,12 @@ def _understood(
         text, is_torch=logged is not None or any("torch/distributed/" in frame.file for frame in frames)
     )
     return kind, {**values, **details(kind, text)}
+
+
+def _is_of_peers(event: LogEvent) -> bool:
+    """Whether torch raised an error for what its peers did; what sockets of the program's own meet has other types."""
+    is_torch = event.values["type"].rpartition(".")[2].startswith(("RuntimeError", "Dist"))
+    return is_torch and (event.kind.is_communication or event.kind == EventKind.STORE_WAIT)
 
 
 def _below_torch(frames: Sequence[Frame]) -> str:

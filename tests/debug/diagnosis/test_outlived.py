@@ -93,3 +93,75 @@ def test_who_waits_in_its_routine_died_of_no_error(operations: str, inner: Frame
 def test_the_error_that_a_recorder_wrote_of_the_end_counts() -> None:
     run = job("0 2: all_reduce@1 all_reduce@1 all_reduce@1?\n1: all_reduce@1 all_reduce@1\nat 1: /job/data.py 7 load")
     assert diagnose(with_error(run, BACKWARD, "rank_00000.error.json"))[0].culprits == (0,)
+
+
+MNIST = "Epoch 1 [{}/60000] loss: 0.06\n"  # pytorch/examples, mnist/main.py
+BAR = "\r 10%|#         | {}/1000 [00:03<10:00,  1.64it/s]"  # tqdm's std.py, format_meter
+
+
+@pytest.mark.parametrize(("line", "verdict"), [(MNIST, "RUNNING"), (BAR, "RUNNING")])
+def test_any_progress_is_a_step(line: str, verdict: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        numbers = [line.format(10 * number) for number in range(8)]
+        (tmp_path / f"rank_{rank}.log").write_text("".join([*numbers[:4], CAUGHT if rank == 0 else "", *numbers[4:]]))
+    assert diagnose(open_run(str(tmp_path)))[0].verdict == verdict
+
+
+def test_a_bar_that_closes_below_the_error_is_no_progress(tmp_path: Path) -> None:
+    told = "".join(BAR.format(number) for number in range(4)) + "\n" + CAUGHT + BAR.format(3) + "\n"
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.log").write_text(told if rank == 0 else BAR.format(3))
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (0,)
+
+
+CLOSED = """\
+Traceback (most recent call last):
+  File "/w/t.py", line 9, in step
+    dist.all_reduce(t)
+RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.3]:42813
+
+{}
+
+Traceback (most recent call last):
+  File "/w/t.py", line 12, in <module>
+    go()
+train.errors.StepFailed: step 30 failed
+"""
+LINKS = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("victims", [(3,), (0, 2, 3)])
+def test_what_a_victim_raises_of_its_error_is_no_cause(link: str, victims: tuple[int, ...], tmp_path: Path) -> None:
+    plain = CLOSED.partition("\n\n")[0] + "\n"
+    for rank in range(4):
+        told = "" if rank == 1 else CLOSED.format(link) if rank in victims else plain
+        (tmp_path / f"rank_{rank}.log").write_text(f"step 29\n{told}")
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (1,)
+
+
+def test_a_connection_of_the_program_s_own_may_end_it(tmp_path: Path) -> None:
+    told = CLOSED.format(LINKS[0]).replace("RuntimeError", "requests.exceptions.ConnectionError")
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}.log").write_text(
+            "step 29\n" + (told if rank == 1 else CLOSED.partition("\n\n")[0] + "\n")
+        )
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (1,)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "2026-03-02 10:02:00 INFO mem: peak 71.2 GiB; CUDA out of memory events: 0",
+        "oom_kill 0, out of memory: 0",
+        "WARNING larger batches may run out of memory",
+        "set expandable_segments to avoid out of memory",
+    ],
+)
+def test_talk_of_memory_is_no_lack_of_it(line: str, tmp_path: Path) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.log").write_text(f"step 29\n{line}\n")
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == ()
