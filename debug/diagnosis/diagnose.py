@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
@@ -41,11 +42,13 @@ from titan_ckpt.debug.incident.confidence import (
     WEIGHTS,
     Basis,
 )
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
 
 MAX_VERDICTS = 8
+MOST_PAIRS = 64  # of a chain
 STALL = "stall"  # why a recorder dumped
 SILENCE_S = 10.0
 
@@ -157,17 +160,18 @@ def _without_reason(run: Run, found: Sequence[Verdict], states: Mapping[int, Sit
         yield _named_together(unclear)
 
 
-def _named_together(found: Sequence[Verdict]) -> Verdict:
-    """One verdict on ranks of which the same is known."""
+def _named_together(found: Sequence[Verdict], factor: float = NAMED_TOGETHER) -> Verdict:
+    """One verdict on ranks of which the same is known; `factor`: of its confidence."""
     if len(found) == 1:
         return found[0]
     culprits = tuple(sorted(rank for verdict in found for rank in verdict.culprits))
     victims = tuple(sorted({rank for verdict in found for rank in verdict.victims} - set(culprits)))
     first = max(found, key=lambda verdict: verdict.confidence)
     return replace(
-        first, culprits=culprits, victims=victims, confidence=first.confidence * NAMED_TOGETHER,
-        headline=f"{first.headline}; the same is true of ranks {', '.join(map(str, culprits[:8]))}",
-        evidence=tuple(item for verdict in found[:4] for item in verdict.evidence[:2]),
+        first, culprits=culprits, victims=victims, confidence=first.confidence * factor,
+        headline=f"{first.headline}; the same is true of {rank_list([r for r in culprits if r not in first.culprits])}",
+        chain=tuple(dict.fromkeys(pair for verdict in found for pair in verdict.chain))[:MOST_PAIRS],
+        evidence=tuple(dict.fromkeys(item for verdict in found[:4] for item in verdict.evidence[:2])),
     )  # fmt: skip
 
 
@@ -240,13 +244,15 @@ TOGETHER_S = 2.0
 
 
 def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
-    """Each verdict once; one for ranks that all raised at the same line, or that one signal killed within TOGETHER_S."""
-    kept: dict[object, Verdict] = {}
+    """Each verdict once; one for ranks that all raised or hang at the same line, or that one signal killed within TOGETHER_S."""
+    alike: dict[object, list[Verdict]] = {}
     first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
     for number, verdict in enumerate(dict.fromkeys(found)):
-        key = _cause(run, verdict, first_s) or number
-        kept[key] = _died_together(kept[key], verdict) if key in kept else verdict
-    return list(kept.values())
+        alike.setdefault(_cause(run, verdict, first_s) or number, []).append(verdict)
+    return [
+        _named_together(those, 1.0) if those[0].verdict == VerdictKind.STUCK_ON_CPU else reduce(_died_together, those)
+        for those in alike.values()
+    ]
 
 
 def _died_together(first: Verdict, other: Verdict) -> Verdict:
@@ -264,6 +270,9 @@ def _died_together(first: Verdict, other: Verdict) -> Verdict:
 
 def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     """Equal for verdicts of one cause; None for a verdict that stands for itself."""
+    if verdict.verdict == VerdictKind.STUCK_ON_CPU:
+        where = verdict.evidence[0] if verdict.confidence == Basis.MAIN_STACK.confidence and verdict.evidence else None
+        return (verdict.verdict, verdict.subtype, where.file, where.line) if where and where.file else None
     if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.DEVICE) and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
     if verdict.subtype == Subtype.EXIT_CODE:
@@ -274,6 +283,14 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
             verdict.evidence[0].source,
             verdict.evidence[0].text,
         )  # one line tells of all ranks of a host
+    ended = run.ranks[verdict.culprits[0]].exit if len(verdict.culprits) == 1 else None
+    if verdict.subtype in (Subtype.SIGNAL, Subtype.OOM) and ended is not None and ended.line and ended.time_s is None:
+        return (
+            verdict.subtype,
+            verdict.signal,
+            ended.source,
+            ended.line,
+        )  # `srun: error: node2: tasks 4-7: Out Of Memory`
     ended_s = _killed_at(run, verdict)
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
         return verdict.subtype, verdict.signal, verdict.file, verdict.line

@@ -115,9 +115,9 @@ def _different_calls(run: Run) -> Iterator[Verdict]:
         victims=tuple(sorted(set(calls) - set(others))) if is_clear else (),
         step=run.step_of(first),
         confidence=(Basis.NAMED_BY_PEERS if is_clear else Basis.TIE).confidence,
-        headline=f"{rank_list(others)} called {_short(calls[first])}"
-        + (" where the others" if is_clear else " or the other way round: of these ranks some")
-        + f" called {_short(common)}",
+        headline=f"{rank_list(others)} called {_short(calls[first])} where the others called {_short(common)}"
+        if is_clear
+        else f"of {rank_list(others)} some called {_short(common)}, some {_short(calls[first])}: who is wrong is not shown",
         evidence=tuple(_said(event) for event in list(said.values())[:2]),
         next_steps=("look for a branch before that call that depends on the rank or on rank-local data",),
     )  # fmt: skip

@@ -220,7 +220,7 @@ class Endings:
                 self.found.append(
                     Ending(
                         code=code, line=number, rank=task, host=one_host(match["host"]), is_task=True,
-                        may_be_launchers=code in (_FAILED_WORKER, -int(Signals.SIGKILL)),
+                        may_be_launchers=code in (FAILED_WORKER, -int(Signals.SIGKILL)),
                         is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
                     )
                 )  # fmt: skip
@@ -265,7 +265,7 @@ class Endings:
 
     def _task(self, number: int, task: int, code: int, host: str = "", *, is_first: bool = False) -> None:
         """Keep the end of a process that an mpiexec started."""
-        may_be = code == _FAILED_WORKER
+        may_be = code == FAILED_WORKER
         self.found.append(
             Ending(
                 code=code, line=number, rank=task, host=host, is_task=True, may_be_launchers=may_be, is_first=is_first
@@ -319,7 +319,7 @@ _LAUNCHERS = (
     "torch.distributed.launch", "torchrun", "accelerate launch", "accelerate/commands/launch", "deepspeed/launcher",
 )  # fmt: skip
 MOST_LISTED = 4096  # lines of srun that list tasks
-_FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
+FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
 _TOLD_ITSELF = re.compile(r"Received (?:\d{1,2}|(?:Signals\.)?SIG[A-Z]{2,5}) death signal, shutting down workers")
 _AGENT = re.compile(r"[WE]\d{4} [\d:.]{8,18} (?P<pid>\d{1,9}) ")

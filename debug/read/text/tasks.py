@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.read.text.endings import Ending
+from titan_ckpt.debug.read.text.endings import FAILED_WORKER, Ending
 from titan_ckpt.debug.read.text.host_lists import expanded, ranges
 from titan_ckpt.debug.read.text.job_text import JobText
 
@@ -15,10 +15,12 @@ MOST_RANKS = 1024  # of one task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tasks:
-    """What a run's texts show. `are_ranks` is None where they do not tell; `ranks` are those of each task, where they do."""
+    """What a run's texts show. `are_ranks` is None where they do not tell; `ranks` are those of each task, where they do.
+    `are_spread`: labels are all that says so, and each host has one task: with a torchrun for each it would look the same."""
 
     are_ranks: bool | None
     ranks: Mapping[int, tuple[int, ...]]
+    are_spread: bool = False
 
     def of_label(self, task: int) -> int:
         """The rank whose lines a label marks; -1 if the task may hold several."""
@@ -26,6 +28,8 @@ class Tasks:
 
     def of_ending(self, ending: Ending) -> int:
         """The rank whose end was said to be a task's; -1 if the task may be a launcher."""
+        if self.are_spread and ending.code == FAILED_WORKER:
+            return -1
         if self.are_ranks or (self.are_ranks is None and not ending.may_be_launchers):
             return -1 if ending.rank is None else ending.rank
         return -1 if ending.rank is None else self._only(ending.rank)
@@ -54,8 +58,10 @@ def tasks_of(texts: Sequence[JobText]) -> Tasks:
             return Tasks(are_ranks=is_each, ranks=placed)
     if any(text.endings.is_elastic or text.endings.has_launcher for text in texts):
         return Tasks(are_ranks=False, ranks=placed or _in_blocks(known, len(seen)))
-    if len(shown) > 1 or any(len(tasks) > 1 for tasks in hosts.values()):
+    if any(len(tasks) > 1 for tasks in hosts.values()):
         return Tasks(are_ranks=True, ranks={})
+    if len(shown) > 1:
+        return Tasks(are_ranks=True, ranks={}, are_spread=len(hosts) > 1)
     if len(hosts) > 1 and 1 < len(known) < len(seen):
         return Tasks(are_ranks=False, ranks=_in_blocks(known, len(seen)))
     return Tasks(are_ranks=True if known and _fits_ranks_alone(max(known), len(seen)) else None, ranks={})

@@ -116,3 +116,12 @@ def test_a_rank_that_ended_while_others_waited(status: int | None, verdict: str,
     top = diagnose(_with_ends("1: all_reduce@1\n0 2: all_reduce@1 all_reduce@1?", ends, 0))[0]
     assert (top.verdict, top.culprits) == (verdict, culprits)
     assert top.confidence >= 0.6
+
+
+@pytest.mark.parametrize(("line", "culprits"), [(4, (1, 3)), (5, (1,))])
+def test_ranks_stuck_at_one_line_are_one_verdict(line: int, culprits: tuple[int, ...]) -> None:
+    run = job(
+        "1 3: all_reduce@1\n0 2: all_reduce@1 all_reduce@1?\nat 1: /job/data.py 4 load\n"
+        + f"at 3: /job/data.py {line} load"
+    )
+    assert diagnose(run)[0].culprits == culprits

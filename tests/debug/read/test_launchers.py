@@ -296,6 +296,29 @@ def test_slurm_task_that_ran_out_of_memory(tmp_path: Path) -> None:
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (2,))
 
 
+def test_slurm_tasks_of_one_line_are_one_verdict(tmp_path: Path) -> None:
+    """srun's task_exit (src/srun/libsrun/srun_job.c) puts the tasks of a host that ended alike into one line."""
+    steps = "".join(f"{task}: step 1\n" for task in range(6))
+    top = judged(
+        tmp_path,
+        slurm=f"{steps}srun: error: node2: tasks 3-5: Out Of Memory\nsrun: error: node1: tasks 0-2: Terminated\n",
+    )
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (3, 4, 5))
+
+
+@pytest.mark.parametrize(
+    ("ends", "culprits"),
+    [
+        ("node2: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Terminated", ()),
+        ("node2: task 1: Segmentation fault\nsrun: error: node1: task 0: Terminated", (1,)),
+        ("node1: task 1: Exited with exit code 1\nsrun: error: node1: task 0: Terminated", (1,)),
+    ],
+)
+def test_one_task_on_each_host_may_hold_several_ranks(ends: str, culprits: tuple[int, ...], tmp_path: Path) -> None:
+    """A torchrun on each host ends with 1, too, whatever ended its workers."""
+    assert judged(tmp_path, slurm=f"0: step 1\n1: step 1\nsrun: error: {ends}\n").culprits == culprits
+
+
 # ------------------------------------------------------------------------------------------------------- what is told
 
 
