@@ -59,7 +59,7 @@ CUT_OFF = (
 )
 
 
-def test_who_gave_up_in_the_barrier_is_named_by_the_next_and_came(tmp_path: Path) -> None:
+def test_who_gave_up_in_the_barrier_had_come_to_it(tmp_path: Path) -> None:
     """ProcessGroupGloo.cpp: rank 0 gives up for rank 2 and ends, rank 1 then names rank 0; rank 3 was ended before it wrote."""
     first = raised("Rank 2 failed to pass monitoredBarrier in 30000 ms")
     top = judged(tmp_path, {0: first, 1: raised(CUT_OFF.format(1)), 2: STEPS, 3: STEPS})
