@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from titan_ckpt.debug.incident.operation_table import Distinct, OperationBlock, Pairs, operation_blocks, pairs_of
-from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Names, Run, Verdict
 
 # Ranks may pass different sizes to these, or name them differently on the two sides.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "coalesced", "allgatherv", "all_gatherv")
@@ -27,8 +27,8 @@ class Lane:
     """The collectives of one group as a matrix: a row per member, a column per sequence number from `first_seq`.
 
     `row` is the position in the rank's own operations (-1: not seen). `last` is each member's newest sequence number
-    (-1: none seen), `done` whether that one returned, `is_silent` whether nothing is known about the member. `codes` are
-    what the signatures stand for.
+    (-1: none seen), `done` whether that one returned, `pending` its lowest number that has not returned (-1: none), `is_silent`
+    whether nothing is known about the member, at least in this group. `codes` are what the signatures stand for.
     """
 
     group: int
@@ -39,6 +39,7 @@ class Lane:
     codes: Array
     last: Array
     done: Array
+    pending: Array
     is_silent: Array
 
     def seen_at(self, seq: int) -> dict[int, int]:
@@ -76,14 +77,15 @@ class _Coder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Uses:
-    """Each rank's use of each group, in block order: index of the rank, lowest and highest sequence number,
-    whether the newest operation returned. `longest` is the largest number of operations of any rank."""
+    """Each rank's use of each group, in block order: index of the rank, lowest and highest sequence number, whether the newest
+    operation returned, the lowest number that did not. `longest` is the largest number of operations of any rank."""
 
     group: Array
     owner: Array
     lowest: Array
     highest: Array
     is_done: Array
+    pending: Array
     longest: int
 
 
@@ -100,6 +102,7 @@ class _Plan:
     places: Array
     last: Array
     done: Array
+    pending: Array
 
 
 def _collectives(run: Run) -> Iterator[tuple[OperationBlock, Pairs]]:
@@ -119,12 +122,28 @@ def _survey(run: Run, coder: _Coder) -> _Uses:
         coder.known.add(coder.wide(table)[np.sort(pairs.places)])
         newest = table[pairs.last]
         is_done = newest["retired"] | (newest["state"] == COMPLETED)
-        columns.append((pairs.group, pairs.owner, table["seq"][pairs.first], newest["seq"], is_done))
+        columns.append(
+            (pairs.group, pairs.owner, table["seq"][pairs.first], newest["seq"], is_done, _pending(block, pairs))
+        )
         longest = max(longest, int(block.lengths.max()) - 1)
-    group, owner, lowest, highest, is_done = (
-        [np.concatenate(parts) for parts in zip(*columns, strict=True)] if columns else [np.zeros(0, np.int64)] * 5
+    group, owner, lowest, highest, is_done, pending = (
+        [np.concatenate(parts) for parts in zip(*columns, strict=True)] if columns else [np.zeros(0, np.int64)] * 6
     )
-    return _Uses(group=group, owner=owner, lowest=lowest, highest=highest, is_done=is_done, longest=longest)
+    return _Uses(
+        group=group, owner=owner, lowest=lowest, highest=highest, is_done=is_done, pending=pending, longest=longest
+    )
+
+
+def _pending(block: OperationBlock, pairs: Pairs) -> Array:
+    """The lowest number of each pair that has not returned, -1 if all have."""
+    if not len(pairs.starts):
+        return np.zeros(0, np.int64)
+    none = np.iinfo(np.int32).max
+    table = block.table
+    is_open = ~table["retired"] & (table["state"] != COMPLETED)
+    numbers = np.where(is_open, table["seq"], none)[pairs.places]
+    lowest: Array = np.minimum.reduceat(numbers, pairs.starts)
+    return np.where(lowest == none, -1, lowest)
 
 
 def _plans(run: Run, uses: _Uses) -> list[_Plan]:
@@ -155,9 +174,11 @@ def _plan(run: Run, uses: _Uses, of_group: Array, ranks: Array, base: int) -> _P
     first = max(int(uses.lowest[of_group].min()), highest - MAX_WINDOW + 1)
     last, done = np.full(len(members), -1, np.int64), np.ones(len(members), bool)
     last[places], done[places] = uses.highest[of_members], uses.is_done[of_members]
+    pending = np.full(len(members), -1, np.int64)
+    pending[places] = uses.pending[of_members]
     return _Plan(
         group=group, members=members, first=first, width=highest - first + 1, base=base,
-        uses=of_members, places=places, last=last, done=done,
+        uses=of_members, places=places, last=last, done=done, pending=pending,
     )  # fmt: skip
 
 
@@ -211,8 +232,17 @@ def _lane(run: Run, plan: _Plan, rows: Array, signatures: Array, codes: Array) -
         codes=codes,
         last=plan.last,
         done=plan.done,
-        is_silent=np.array([not run.ranks[rank].dumps for rank in plan.members]),
+        pending=plan.pending,
+        is_silent=_silent(run, plan),
     )
+
+
+def _silent(run: Run, plan: _Plan) -> Array:
+    """Which members left no dump, or one without what the others completed together with them: a black box alone lacks what C++
+    issued."""
+    is_without: Array = np.array([not run.ranks[rank].dumps for rank in plan.members])
+    have_met = bool((plan.done & (plan.last >= 0)).any() or (plan.pending > plan.first).any())
+    return is_without | (plan.last < 0) if have_met else is_without
 
 
 def _op_codes(names: Names) -> Array:
@@ -294,6 +324,34 @@ def _disagree(lane: Lane, column: int, known: dict[tuple[int, ...], bool]) -> bo
     if signatures not in known:
         known[signatures] = not can_match(lane.codes[list(signatures)].tolist())
     return known[signatures]
+
+
+def with_odd_marked(run: Run, lane: Lane, top: Verdict) -> Lane:
+    """The lane with equal signatures of operations that match, as a screen shows them, and one of its own for each that does not.
+
+    They are compared with what most members issued; from the verdict's operation on, most of those that it does not blame.
+    Operations that all completed matched, whatever each passed.
+    """
+    columns = np.concatenate([
+        start + _different(lane.signature[:, start : start + BLOCK]) for start in range(0, lane.signature.shape[1], BLOCK)
+    ] or [np.zeros(0, np.int64)])  # fmt: skip
+    if not len(columns):
+        return lane
+    blamed = np.isin(lane.members, top.culprits or top.suspects)
+    is_told = str(run.groups[lane.group]) == top.group and top.seq is not None and bool(blamed.any())
+    told = top.seq - lane.first_seq if is_told and top.seq is not None else lane.signature.shape[1]
+    signature = lane.signature.astype(np.int32)
+    for column, is_met in zip(columns.tolist(), were_met(run, lane, columns).tolist(), strict=True):
+        given = lane.signature[:, column]
+        judges = given[~blamed] if column >= told and (given[~blamed] >= 0).any() else given
+        values, counts = np.unique(judges[judges >= 0], return_counts=True)
+        usual = int(values[counts.argmax()])
+        odd = [] if is_met and column != told else [v for v in np.unique(given[given >= 0]).tolist()
+               if not can_match([int(lane.codes[usual]), int(lane.codes[v])])]  # fmt: skip
+        is_odd = np.isin(given, odd)
+        signature[:, column] = np.where(given < 0, -1, usual)
+        signature[is_odd, column] = len(lane.codes) + np.arange(int(is_odd.sum()))
+    return replace(lane, signature=signature)
 
 
 def were_met(run: Run, lane: Lane, columns: Array) -> Array:

@@ -56,8 +56,8 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         culprits=culprits,
         victims=tuple(sorted({root, *(waiter for waiter, _ in chain)} - set(culprits))),
         group=str(run.groups[first.group]) if first else "",
-        seq=first.seq if first and not first.is_p2p else None,
-        op=_operation_waited_for(run, first),
+        seq=first.seq if first and not (first.is_p2p or first.is_after) else None,
+        op=_operation_waited_for(run, first) or _call(first, chain, states),
         step=run.step_of(root),
         confidence=reason.confidence,
         headline=f"rank {root}{_coordinate(run.ranks[root].coordinates)} {reason.text}",
@@ -363,7 +363,7 @@ def stopped_ticking(run: Run, rank: int) -> float:
 
 
 def _operation_waited_for(run: Run, edge: Edge | None) -> str:
-    if edge is None:
+    if edge is None or edge.is_after:
         return ""
     table = run.ranks[edge.waiter].operations
     match = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
@@ -371,19 +371,25 @@ def _operation_waited_for(run: Run, edge: Edge | None) -> str:
     return run.names.ops[table["op"][rows[-1]]] if len(rows) else ""
 
 
+def _call(edge: Edge | None, chain: Sequence[tuple[int, int]], states: Mapping[int, Situation]) -> str:
+    """The call of an operation that no dump holds, from the stack of a rank that waits in it."""
+    of_waiters = (states[rank].call for rank, awaited in chain if edge is not None and awaited == edge.awaited)
+    return next(filter(None, of_waiters), "") if edge is not None and edge.is_after else ""
+
+
 def _waiting(
     run: Run, edge: Edge | None, chain: Sequence[tuple[int, int]], states: Mapping[int, Situation]
 ) -> list[Evidence]:
     if edge is None:
         return []
-    op = _operation_waited_for(run, edge)
-    direct = sorted(waiter for waiter, awaited in chain if awaited == chain[0][1])
-    more = len(direct) - 1
-    others = "" if not more else " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)"
+    number = f"{'after ' * edge.is_after}#{edge.seq}"
+    op = _operation_waited_for(run, edge) or _call(edge, chain, states) or "a collective"
+    more = sum(awaited == chain[0][1] for _, awaited in chain) - 1
+    others = " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)" if more else ""
     return [
         Evidence.at(
             states[edge.waiter].frame,
-            text=f"waits in {op} #{edge.seq} of group {run.groups[edge.group]}{others}",
+            text=f"waits in {op} {number} of group {run.groups[edge.group]}{others}",
             rank=edge.waiter,
             source="flight recorder",
         )

@@ -29,6 +29,7 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, sign
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.standstill import is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
+from titan_ckpt.debug.diagnosis.told_waits import with_told_chain
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
@@ -77,6 +78,7 @@ def _diagnose(run: Run) -> list[Verdict]:
         ranked = [running(None, ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [running(pace, ranked[0])]
+    ranked[0] = with_told_chain(run, edges, ranked[0])
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
 
 

@@ -13,13 +13,17 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run, Situation
+from titan_ckpt.debug.incident.waits import pending
 
 MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """`waiter` cannot go on before `awaited` does something in `group` (a position, -1 unknown)."""
+    """`waiter` cannot go on before `awaited` does something in `group` (a position, -1 unknown).
+
+    `is_after`: it waits in an operation that the evidence does not hold, later than `seq`, which is done.
+    """
 
     waiter: int
     awaited: int
@@ -27,32 +31,62 @@ class Edge:
     seq: int
     is_p2p: bool = False
     is_inferred: bool = False
+    is_after: bool = False
 
 
 def wait_edges(run: Run, lanes: Iterable[Lane], states: Mapping[int, Situation]) -> list[Edge]:
     """Every wait that the evidence shows."""
-    edges = [edge for lane in lanes for edge in _collective_edges(lane, states)]
+    edges = [edge for lane in lanes for edge in _collective_edges(run, lane, states)]
     edges += _p2p_edges(run, states)
     waiting = {edge.waiter for edge in edges}
     edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
     return edges + _queued_edges(run, states, {edge.waiter for edge in edges})
 
 
-def _collective_edges(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
-    """Members with a pending newest operation wait for the members that have not issued it."""
-    newest = int(lane.last.max())
+def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
+    """Members with a pending operation wait for the members that have not issued it: in the first that somebody is missing from.
+    What is queued behind that one waits for it."""
+    newest, least = int(lane.last.max()), int(lane.last.min())
     edges = []
     behind: dict[int, list[int]] = {}
-    for rank, seq, done in zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True):
+    for place, (rank, seq, done) in enumerate(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True)):
         state = states[rank]
         if seq < 0 or not can_wait(state) or (done and state.kind != RankState.IN_COLLECTIVE):
             continue
         if seq < newest and done:
             continue  # this group is not where it waits
-        if seq not in behind:
-            behind[seq] = _behind(lane, seq)
-        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=seq) for other in behind[seq]]
-    return edges
+        at = seq if done else _waits_at(run, lane, place, least)
+        if at not in behind:
+            behind[at] = _behind(lane, at)
+        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=at, is_after=done) for other in behind[at]]
+    return edges or _edges_to_stopped(lane, states)
+
+
+_STOPPED = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)
+
+
+def _edges_to_stopped(lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
+    """Members with an operation pending that all have issued wait for those members in it whose process has stopped."""
+    first_of = {rank: seq for rank, seq in zip(lane.members, lane.pending.tolist(), strict=True) if seq >= 0}
+    stopped = [rank for rank in first_of if states[rank].kind in _STOPPED]
+    return [
+        Edge(waiter=rank, awaited=other, group=lane.group, seq=seq, is_inferred=True)
+        for other in stopped
+        for rank, seq in first_of.items()
+        if seq == first_of[other] and can_wait(states[rank])
+    ]
+
+
+def _waits_at(run: Run, lane: Lane, place: int, least: int) -> int:
+    """The lowest number above `least` that a member has issued and not ended; its newest if all of these are lower."""
+    first = int(lane.pending[place])
+    if first > least:
+        return first
+    start = max(least + 1, lane.first_seq) - lane.first_seq
+    rows = lane.row[place, start:]
+    columns = np.flatnonzero(rows >= 0)
+    is_open = pending(run.ranks[lane.members[place]].operations[rows[columns]])
+    return lane.first_seq + start + int(columns[is_open][0]) if is_open.any() else int(lane.last[place])
 
 
 def _behind(lane: Lane, seq: int) -> list[int]:

@@ -46,7 +46,7 @@ def waited_at_the_end(record: RankRecord) -> bool:
 
 def waits(run: Run) -> list[Wait]:
     """What each rank waits in, its oldest pending operation, equal ones together; the most ranks first."""
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    alike: dict[tuple[int, ...], list[int]] = {}
     rows: dict[int, int] = {}
     for rank, record in run.ranks.items():
         if not len(record.operations):
@@ -56,7 +56,8 @@ def waits(run: Run) -> list[Wait]:
             rows[rank] = int(open_rows[0])
             entry = record.operations[rows[rank]]
             peer = int(entry["peer"]) if entry["p2p"] else -1
-            alike.setdefault((int(entry["group"]), int(entry["seq"]), int(entry["op"]), peer), []).append(rank)
+            what = tuple(int(entry[name]) for name in ("group", "seq", "op", "sizes", "dtypes"))
+            alike.setdefault((*what, peer), []).append(rank)
     return sorted(
         (_wait(run, ranks, rows) for ranks in alike.values()), key=lambda wait: (-len(wait.ranks), wait.ranks)
     )

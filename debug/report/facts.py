@@ -23,12 +23,13 @@ def when(run: Run, now_s: float) -> str:
     """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known."""
     began, last = began_ns(run) / 1e9, last_sign_ns(run) / 1e9
     if not began:
-        return f"last sign of life {_moment(last)}{_age(now_s, last)}" if last else ""
-    after = f"; last sign of life {format_duration(last - began)} later" if last > began else ""
-    return f"stopped {_moment(began)}{_age(now_s, began)}{after}"
+        return f"last sign of life {moment(last)}{_age(now_s, last)}" if last else ""
+    after = f"; last sign of life {format_duration(last - began)} later" if last - began >= 1e-3 else ""
+    return f"stopped {moment(began)}{_age(now_s, began)}{after}"
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
+    """Seconds since the epoch as `2026-11-22 01:49:23 UTC`."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -1,12 +1,155 @@
-"""What the screens say is so: states, counts, metrics."""
+"""What the screens say is so: states, counts, metrics, and one story of each incident, which is the verdict's."""
 
 from __future__ import annotations
 
 import json
+import re
+import tarfile
+from pathlib import Path
 
-from titan_ckpt.debug.incident.kinds import RankState
-from titan_ckpt.tui.data.incident import SITUATIONS
+import numpy as np
+import pytest
+
+from tests.support.small_jobs import job
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.waits import pending
+from titan_ckpt.debug.report.as_json import report_json
+from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, LATE, SILENT
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_incident
 from titan_ckpt.tui.data.metrics import parse_metric_lines
+from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
+from titan_ckpt.tui.screens.grid import grid_of
+from titan_ckpt.tui.screens.groups import group_rows, member_rows
+from titan_ckpt.tui.screens.waits import wait_rows
+from tools.paths import DATA
+
+RECORDED = (
+    *(f"flight_recorder/{path.name}" for path in sorted((DATA / "flight_recorder").iterdir()) if path.is_dir()),
+    *(f"injected/{path.name}" for path in sorted((DATA / "injected").iterdir()) if path.is_dir()),
+)
+PACKED = (
+    *(f"nccl/{name}" for name in ("fsdp_rank5_no_dump", "fsdp_stuck_timed_out", "gpu_clip_rec", "hsdp_cross_deadlock")),
+    *(f"nccl/{name}" for name in ("ok_skew_300ms", "pp_missing_send", "rank0_extra_barrier", "two_ranks_swap")),
+    *(
+        f"job/{name}/recorder_live"
+        for name in ("ddp_unequal_then_eval", "new_group_if", "sigstop_self", "tp_dp_loader8")
+    ),
+    "job/fsdp2_early_exit/recorder_post",
+)
+CALM = (VerdictKind.HEALTHY, VerdictKind.RUNNING)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    with tarfile.open(DATA / "incidents.tar.xz") as archive:
+        wanted = [member for member in archive if member.name.startswith(PACKED)]
+        archive.extractall(folder, wanted, filter="data")
+    return folder
+
+
+@pytest.fixture(params=[*RECORDED, *PACKED])
+def incident(request: pytest.FixtureRequest, packed: Path) -> Incident:
+    name = str(request.param)
+    return load_incident(str((packed if name in PACKED else DATA) / name))
+
+
+def test_the_waits_of_the_screens_are_those_of_the_verdict(incident: Incident) -> None:
+    top, culprits = incident.top, set(incident.top.culprits)
+    shown = {(edge.waiter, edge.awaited) for edge in incident.edges}
+    told = report_json(incident.run, incident.verdicts)["verdicts"][0]["chain"]
+    assert {tuple(pair) for pair in told} == set(top.chain)
+    assert set(top.chain) <= shown
+    direct = {(waiter, awaited) for waiter, awaited in shown if awaited in culprits}
+    assert top.verdict in CALM or direct <= set(top.chain)
+    # the first tree is a culprit's, and no rank that leads to one is shown to wait for another cause
+    texts = [row.text for row in wait_rows(incident, 200)]
+    assert not direct or re.search(r"rank \d+ ! culprit", texts[0]) or texts[0].startswith("wait cycle")
+    leading = {waiter for waiter, _ in top.chain}
+    assert not [pair for pair in shown - set(top.chain) if culprits and pair[0] in leading]
+    for rank in culprits - leading:
+        assert "waits for" not in "\n".join(row.text for row in rank_rows(incident, rank, 100))
+
+
+def test_a_rank_waits_in_what_it_has_not_ended(incident: Incident) -> None:
+    for edge in incident.edges:
+        if edge.seq >= 0 and not edge.is_p2p:
+            table = incident.run.ranks[edge.waiter].operations
+            rows = np.flatnonzero((table["group"] == edge.group) & (table["seq"] == edge.seq) & (table["p2p"] == 0))
+            assert bool(pending(table[rows]).any()) != edge.is_after, edge
+
+
+def test_only_the_verdict_s_ranks_are_marked_as_different(incident: Incident) -> None:
+    top = incident.top
+    for lane in incident.lanes:
+        grid = grid_of(incident, lane)
+        odd = {int(rank) for rank, codes in zip(grid.members, grid.codes, strict=True) if DIFFERS in codes}
+        assert odd <= set(top.culprits or top.suspects), (incident.name_of(lane), odd)
+        assert top.verdict not in CALM or not (grid.codes >= ABSENT).any()
+    others = [rank for rank in incident.states if rank not in (top.culprits or top.suspects)]
+    lines = "\n".join(row.text for row in group_rows(incident, 200))
+    assert not [rank for rank in others if re.search(rf"(^|\s){rank} differs", lines)]
+
+
+def test_of_an_unknown_rank_no_screen_counts_operations(incident: Incident) -> None:
+    for lane in incident.lanes:
+        if incident.is_p2p(lane):
+            continue
+        grid, name = grid_of(incident, lane), incident.name_of(lane)
+        line = next(row.text for row in group_rows(incident, 300) if row.text.startswith(f"{name} "))
+        for place in np.flatnonzero(lane.is_silent).tolist():
+            rank, codes = lane.members[place], set(grid.codes[place].tolist())
+            assert ABSENT not in codes
+            assert not re.search(rf"\b{rank} behind", line)
+            if lane.last[place] < 0:
+                assert codes <= {0, SILENT}
+                assert "unknown" in line
+                text = "\n".join(row.text for row in operation_rows(incident, lane, lane.first_seq, rank, 80))
+                assert "not issued" not in text
+                assert any(f"{rank}  unknown" in row.text for row in member_rows(incident, name, 80))
+
+
+def test_the_cursor_starts_in_the_culprits_group(incident: Incident) -> None:
+    link = incident.link_of(incident.top)
+    assert len(set(incident.names)) == len(incident.lanes)
+    if link is not None and link.group is not None and incident.top.culprits:
+        lane = incident.lanes[incident.lane_of(link.group)]
+        assert link.rank in lane.members
+        last = lane.first_seq + lane.row.shape[1]
+        assert lane.first_seq <= incident.stands_at(lane) <= last
+        assert link.seq in (None, incident.stands_at(lane))
+
+
+def test_a_standstill_has_a_moment_in_the_bar(incident: Incident) -> None:
+    facts = " ".join(standing(incident, 2e9).facts)
+    if incident.began_ns and incident.top.verdict not in (*CALM, VerdictKind.INSUFFICIENT_DATA, VerdictKind.STRAGGLER):
+        assert re.search(r"stuck for \d|stopped \d{4}-\d\d-\d\d", facts), facts
+
+
+def test_ranks_wait_in_the_first_operation_somebody_misses(packed: Path) -> None:
+    found = load_incident(str(packed / "nccl/fsdp_stuck_timed_out"))
+    assert found.top.seq == 42
+    assert {edge.seq for edge in found.edges} == {42}
+
+
+def test_skewed_clocks_are_no_lateness(packed: Path) -> None:
+    found = load_incident(str(packed / "nccl/ok_skew_300ms"))
+    lane = found.lanes[0]
+    assert LATE not in grid_of(found, lane).codes
+    rows = [row.text for rank in lane.members for row in operation_rows(found, lane, lane.first_seq, rank, 80)]
+    assert not [text for text in rows if " after the first" in text]
+
+
+def test_ranks_wait_for_one_that_was_killed_inside_the_operation() -> None:
+    found = diagnosed(job("\n0 1 2: all_reduce all_reduce?\nexit 1: -9\n"))
+    assert {(edge.waiter, edge.awaited) for edge in found.edges} == {(0, 1), (2, 1)} == set(found.top.chain)
+
+
+def test_waits_of_other_sizes_are_told_apart() -> None:
+    found = diagnosed(job("\n0 2: all_reduce all_reduce(4)?\n1: all_reduce all_reduce(8)?\n"))
+    waiting = report_json(found.run, found.verdicts)["waiting"]
+    assert [wait["ranks"] for wait in waiting] == [[0, 2], [1]]
 
 
 def test_every_state_of_a_rank_has_a_glyph_of_its_own() -> None:

@@ -248,7 +248,8 @@ async def test_the_outlier_among_5000_ranks_is_two_keys_away() -> None:
         rows = np.where(odd[:, None], lane.row[2], usual)
         large = Lane(group=lane.group, members=tuple(range(ranks)), first_seq=lane.first_seq, row=rows,
                      signature=np.where(odd[:, None], lane.signature[2], lane.signature[0]), codes=lane.codes,
-                     last=np.full(ranks, 7), done=np.zeros(ranks, bool), is_silent=np.zeros(ranks, bool))  # fmt: skip
+                     last=np.full(ranks, 7), done=np.zeros(ranks, bool), pending=np.full(ranks, 7),
+                     is_silent=np.zeros(ranks, bool))  # fmt: skip
         records = {rank: incident.run.ranks[2 if rank == 4_321 else 0] for rank in range(ranks)}
         object.__setattr__(incident.run, "ranks", records)
         object.__setattr__(incident, "lanes", (large,))
@@ -293,7 +294,8 @@ def test_the_pinned_rank_is_compared_first_then_a_usual_one() -> None:
     def lane(*codes: int) -> Lane:
         row = np.zeros((len(codes), 1), np.int64)
         return Lane(group=0, members=tuple(range(len(codes))), first_seq=7, row=row, signature=np.array(codes)[:, None],
-                    codes=np.arange(6), last=row[:, 0], done=row[:, 0] > 0, is_silent=row[:, 0] > 0)  # fmt: skip
+                    codes=np.arange(6), last=row[:, 0], done=row[:, 0] > 0, pending=row[:, 0],
+                    is_silent=row[:, 0] > 0)  # fmt: skip
 
     assert rank_to_compare(lane(3, 5, 5), 7, rank=0, pinned=None) == 1
     assert rank_to_compare(lane(3, 5, 5), 7, rank=1, pinned=0) == 0

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
-from titan_ckpt.tui.data.arrays import ByteArray, Ints
+from titan_ckpt.tui.data.arrays import ByteArray, Floats, Ints
 from titan_ckpt.tui.rows import Glyph, Role
 
 Codes = ByteArray
@@ -34,6 +34,7 @@ GLYPHS: Sequence[Glyph] = (
 )
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
+_LAST_ENDS = 32
 _BLOCK_ROWS = 256
 
 
@@ -42,7 +43,8 @@ class Grid:
     """`codes[i, j]` is the state of rank `members[i]` in column `j`.
 
     Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0: the first one `first_ns` after the
-    first operation, column `stop` where the last rank began to wait (-1: not among them).
+    first operation, column `stop` where the last rank began to wait (-1: not among them). `stand`: the column of the operation
+    in which the group stands (-1: not among them).
     """
 
     name: str
@@ -52,6 +54,7 @@ class Grid:
     bin_ns: int = 0
     first_ns: int = 0
     stop: int = -1
+    stand: int = -1
     labels: Mapping[int, str] | None = None
 
     @property
@@ -132,15 +135,29 @@ def _states(run: Run, lane: Lane) -> Codes:
 def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
     """Mark LATE what was issued over 50 ms after the median rank (of about a thousand evenly chosen ranks)."""
     some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
+    ahead = clock_offsets(run, lane)
     created = np.stack([created_ns(run, lane.members[i], lane.row[i]) for i in some])
-    known = np.where(created > 0, created.astype(np.float64), np.nan)
+    known = np.where(created > 0, created - ahead[list(some), None], np.nan)
     enough = (created > 0).sum(axis=0) > 1
     if not enough.any():
         return
     median = np.full(lane.row.shape[1], np.inf)
     median[enough] = np.nanmedian(known[:, enough], axis=0)
     for i, rank in enumerate(lane.members):
-        codes[i, (codes[i] == DONE) & (created_ns(run, rank, lane.row[i]) > median + LATE_NS)] = LATE
+        codes[i, (codes[i] == DONE) & (created_ns(run, rank, lane.row[i]) - ahead[i] > median + LATE_NS)] = LATE
+
+
+def clock_offsets(run: Run, lane: Lane) -> Floats:
+    """How far each member's clock is ahead, in ns: all see the end of a collective at one moment. 0 without recorded ends."""
+    columns = np.flatnonzero((lane.row >= 0).all(axis=0))[-_LAST_ENDS:]
+    ends = np.zeros((len(lane.members), len(columns)), np.int64)
+    for i, rank in enumerate(lane.members if len(columns) else ()):
+        ends[i] = run.ranks[rank].operations["completed_ns"][lane.row[i, columns]]
+    ends = ends[:, (ends > 0).all(axis=0)]
+    if not ends.shape[1]:
+        return np.zeros(len(lane.members))
+    found: Floats = np.median(ends - np.median(ends, axis=0), axis=1)
+    return found
 
 
 def _mark_different(lane: Lane, codes: Codes) -> None:

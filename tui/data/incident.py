@@ -6,20 +6,22 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes
+from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.rank_state import situations
+from titan_ckpt.debug.diagnosis.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
 from titan_ckpt.debug.read.reader import open_run
-from titan_ckpt.tui.data.p2p import P2P_VERDICTS, p2p_lanes
+from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
-from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan
+from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
 
 NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 P2P_NAME = " send/recv"
@@ -42,9 +44,9 @@ SITUATIONS: Mapping[RankState, Glyph] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A diagnosed incident. `is_chain`: the evidence shows no waits, and `edges` are the chain of the top verdict.
+    """A diagnosed incident. `edges`: who waits for whom, as the top verdict explains it.
 
     `lanes` are the groups' collectives, then `num_p2p_lanes` of sends and receives. `is_unconfirmed`: one look at a live job,
     which the next look may contradict. `began_ns` and `last_sign_ns`: when the job stopped going on, and its last recorded
@@ -56,7 +58,6 @@ class Incident:
     lanes: tuple[Lane, ...]
     states: Mapping[int, Situation]
     edges: tuple[Edge, ...] = field(default=())
-    is_chain: bool = False
     num_p2p_lanes: int = 0
     is_unconfirmed: bool = False
     began_ns: int = 0
@@ -76,14 +77,58 @@ class Incident:
         """Whether a lane holds sends and receives."""
         return any(lane is other for other in self.lanes[len(self.lanes) - self.num_p2p_lanes :])
 
+    @cached_property
+    def _bare_names(self) -> tuple[str, ...]:
+        """Names of the lanes' groups, marked where a lane holds sends and receives; several may have one name."""
+        return tuple(f"{self.run.groups[lane.group]}{P2P_NAME if self.is_p2p(lane) else ''}" for lane in self.lanes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the lanes: with the ranks where several groups, such as those of one axis of a mesh, have one name."""
+        counts = Counter(self._bare_names)
+        found = (
+            name if counts[name] == 1 else f"{name} of {ranks_text(lane.members, 4)}"
+            for name, lane in zip(self._bare_names, self.lanes, strict=True)
+        )  # fmt: skip
+        seen: Counter[str] = Counter()
+        names = []
+        for name in found:
+            seen[name] += 1
+            names.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
+        return tuple(names)
+
     def name_of(self, lane: Lane) -> str:
-        """Name of a lane: its group's, marked if it holds sends and receives."""
-        return f"{self.run.groups[lane.group]}{P2P_NAME if self.is_p2p(lane) else ''}"
+        """Name of a lane, which no other one has."""
+        return next(name for name, other in zip(self.names, self.lanes, strict=True) if other is lane)
+
+    def group_name(self, group: int, *, is_p2p: bool = False) -> str:
+        """Name of the lane of a group (an index into the run's); the group's own if it has none."""
+        places = [i for i, lane in enumerate(self.lanes) if lane.group == group and self.is_p2p(lane) == is_p2p]
+        return self.names[places[0]] if places else str(self.run.groups[group])
 
     def lane_of(self, group: str | None) -> int:
         """Index of a lane by its name; 0 if there is none."""
-        names = [self.name_of(lane) for lane in self.lanes]
-        return names.index(group) if group in names else 0
+        return self.names.index(group) if group in self.names else 0
+
+    def lane_of_verdict(self, verdict: Verdict) -> int | None:
+        """Index of the lane that a verdict is about; of several of its name, one of the ranks at fault."""
+        name = f"{verdict.group}{P2P_NAME if verdict.verdict in P2P_VERDICTS else ''}"
+        places = [i for i, other in enumerate(self._bare_names) if verdict.group and other == name]
+        named = set(verdict.culprits or verdict.suspects or verdict.victims)
+        return next((i for i in places if named & set(self.lanes[i].members)), places[0] if places else None)
+
+    def stands_at(self, lane: Lane) -> int:
+        """The number at which a lane stands: the verdict's, else the first that a rank waits in, else the last."""
+        top, last = self.top, int(lane.last.max())
+        if self.is_p2p(lane):
+            missing = missing_halves(lane, self.edges)
+            places = [place for place in missing if lane.members[place] in top.culprits] or list(missing)
+            return lane.first_seq + missing[places[0]] if places else lane.first_seq + last - 1
+        place = self.lane_of_verdict(top)
+        if top.seq is not None and place is not None and self.lanes[place] is lane:
+            return top.seq
+        seqs = [e.seq for e in self.edges if e.group == lane.group and not (e.is_p2p or e.is_after) and e.seq >= 0]
+        return min(seqs or lane.pending[lane.pending >= 0].tolist(), default=last)
 
     @property
     def culprit(self) -> int | None:
@@ -93,11 +138,13 @@ class Incident:
     def link_of(self, verdict: Verdict, rank: int | None = None) -> RowLink | None:
         """What a verdict is about: a collective, a send or receive (whose number counts per pair), else its rank's waits."""
         rank = rank if rank is not None else verdict.culprits[0] if verdict.culprits else None
+        place = self.lane_of_verdict(verdict)
+        group = None if place is None else self.names[place]
         if verdict.verdict in P2P_VERDICTS:
-            return RowLink(screen=2, group=f"{verdict.group}{P2P_NAME}", rank=rank)
+            return RowLink(screen=2, group=group, rank=rank)
         if verdict.seq is not None:
-            return RowLink(screen=3, group=verdict.group, seq=verdict.seq, rank=rank)
-        return RowLink(screen=6, rank=rank) if rank is not None else None
+            return RowLink(screen=3, group=group, seq=verdict.seq, rank=rank)
+        return RowLink(screen=6, group=group, rank=rank) if rank is not None else None
 
     def confirmed_by(self, former: Incident | None) -> Incident:
         """This look at a live job, after an earlier one: its verdict holds if both name the same fault and ranks."""
@@ -110,19 +157,22 @@ class Incident:
 
 def load_incident(url: str, incident: str | None = None) -> Incident:
     """Read and diagnose the newest incident, or the one of that name; raises TitanError if there is no evidence."""
-    run = with_stopped(open_run(url, incident=incident), url, time.time())
+    return diagnosed(with_stopped(open_run(url, incident=incident), url, time.time()))
+
+
+def diagnosed(run: Run) -> Incident:
+    """The incident of a run: its verdicts, waits and lanes."""
     states = situations(run)
     found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))
-    edges = tuple(wait_edges(run, found, states))
+    edges = tuple(told_waits(run, wait_edges(run, found, states), verdicts[0]))
     return Incident(
         run=run,
         verdicts=verdicts,
-        lanes=(*(with_odd_splits(run, lane, verdicts[0]) for lane in found), *p2p),
+        lanes=(*(with_odd_splits(run, with_odd_marked(run, lane, verdicts[0]), verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
         states=states,
-        edges=edges or chain_edges(run, verdicts[0]),
-        is_chain=not edges and bool(verdicts[0].chain),
+        edges=edges,
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),
     )
@@ -142,16 +192,6 @@ def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:
     signature = lane.signature.astype(np.int32)
     signature[odd, top.seq - lane.first_seq] = len(lane.codes) + np.arange(len(odd))
     return replace(lane, signature=signature, codes=np.append(lane.codes, np.zeros(len(odd), np.int64)))
-
-
-def chain_edges(run: Run, top: Verdict) -> tuple[Edge, ...]:
-    """The chain of the verdict as waits, for a mismatch in which every rank issued something."""
-    names = [str(group) for group in run.groups]
-    group = names.index(top.group) if top.group in names else -1
-    seq = -1 if top.seq is None else top.seq
-    return tuple(
-        Edge(waiter=waiter, awaited=awaited, group=group, seq=seq, is_inferred=True) for waiter, awaited in top.chain
-    )
 
 
 def first_error(incident: Incident) -> LogEvent | None:

@@ -48,7 +48,7 @@ def _lane(run: Run, group: int, ranks: Array, owner: Array, row: Array) -> Lane:
     return Lane(
         group=group, members=members, first_seq=1, row=rows, signature=np.where(rows >= 0, 0, -1).astype(np.int8),
         codes=np.zeros(1, np.int64),
-        last=np.minimum(counts, width), done=np.ones(len(users), bool),
+        last=np.minimum(counts, width), done=np.ones(len(users), bool), pending=np.full(len(users), -1),
         is_silent=np.array([not run.ranks[rank].dumps for rank in members]),
     )  # fmt: skip
 

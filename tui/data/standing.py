@@ -8,6 +8,7 @@ from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, alarms
+from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
@@ -81,6 +82,8 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
         facts += [text for text in (process_text(incident, named[0]), line_text(incident, named[0])) if text]
     if top.verdict not in NO_FAULT:
         facts.append(f"{confidence_word(top.confidence)} ({top.confidence:.0%})")
+    if not stuck and incident.began_ns and top.verdict not in _NO_STANDSTILL:
+        facts.append(f"stopped {moment(incident.began_ns / 1e9)}")
     return tuple(facts)
 
 

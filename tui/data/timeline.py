@@ -162,7 +162,10 @@ class StepTimes:
 
 
 def step_times(run: Run, last_sign_ns: int) -> StepTimes | None:
-    """From the steps that a log names with their times, and the job's last sign of life; None if there are too few."""
+    """From the steps that a log names with their times; None if there are too few.
+
+    The last step is timed up to the job's last sign of life, which may be a line of a log: a dump has no time.
+    """
     logs = [record.log for record in run.ranks.values() if record.log is not None]
     log = max(logs, key=lambda log: len(log.step_times), default=None)
     if log is None or len(log.step_times) < 3:
@@ -170,5 +173,5 @@ def step_times(run: Run, last_sign_ns: int) -> StepTimes | None:
     times = [time for _, time in sorted(log.step_times.items())]
     gaps = np.diff(times)
     step = max(log.step_times)
-    end = last_sign_ns / 1e9
+    end = max([last_sign_ns / 1e9, *(log.last_time_s for log in logs if log.last_time_s is not None)])
     return StepTimes(median_s=float(np.median(gaps)), last_s=max(end - times[-1], 0.0), step=step, num=len(gaps))

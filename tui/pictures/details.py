@@ -11,6 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import is_library, program_frames, user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
+from titan_ckpt.tui.data.grid import clock_offsets
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
@@ -116,7 +117,9 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     at = int(lane.row[lane.members.index(rank), column]) if is_there else -1
     yield row((f"#{seq}", Role.BOLD), f" of group {name}", link=RowLink(screen=3, group=name, seq=seq, rank=rank))
     if at < 0:
-        yield from fact("operation", "not issued by this rank", width, Role.BAD)
+        is_unknown = rank in lane.members and bool(lane.is_silent[lane.members.index(rank)])
+        text = "unknown: no record of this rank's" if is_unknown else "not issued by this rank"
+        yield from fact("operation", text, width, Role.WARN if is_unknown else Role.BAD)
         return
     op = incident.run.operation(rank, at)
     is_done = op.retired or op.state == "completed"
@@ -124,7 +127,7 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     yield from fact(
         "state", "done" if is_done else f"{op.state}, did not end", width, Role.PLAIN if is_done else Role.WARN
     )
-    yield from fact("issued", _lag_text(incident, lane, column, op), width)
+    yield from fact("issued", _lag_text(incident, lane, column, rank, op), width)
     if op.completed_ns and op.created_ns:
         yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)
     if op.timeout_ms:
@@ -137,14 +140,15 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
         yield from fact("line", str(frame), width, at=_at(frame))
 
 
-def _lag_text(incident: Incident, lane: Lane, column: int, op: Operation) -> str:
+def _lag_text(incident: Incident, lane: Lane, column: int, rank: int, op: Operation) -> str:
     """How long after the first rank it was issued."""
     if not op.created_ns:
         return ""
-    rows = lane.row[:, column]
+    rows, ahead = lane.row[:, column], clock_offsets(incident.run, lane)
     places = np.flatnonzero(rows >= 0)[:1024]
-    times = (int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist())
-    lag_s = (op.created_ns - min((time for time in times if time), default=op.created_ns)) / 1e9
+    created = {i: int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist()}
+    mine_ns = op.created_ns - ahead[lane.members.index(rank)]
+    lag_s = (mine_ns - min((time - ahead[i] for i, time in created.items() if time), default=mine_ns)) / 1e9
     return f"{format_duration(lag_s)} after the first rank" if lag_s >= 1e-3 else "with the first rank"
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.tui.data.grid import PENDING
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
@@ -40,7 +41,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     labels = [_label(incident, ranks) for ranks in shown]
     before = min(max(map(len, labels)), width // 3) + 1
     cells = max(width - before, 8)
-    stop = window.cell(incident.began_ns, cells) if incident.began_ns else -1
+    is_standing = incident.began_ns and incident.top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
+    stop = window.cell(incident.began_ns, cells) if is_standing else -1
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         text = "all wait from here"

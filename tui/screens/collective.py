@@ -12,11 +12,11 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.grid import usual_signature
+from titan_ckpt.tui.data.grid import clock_offsets, usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, head, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, row, truncate
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
@@ -65,8 +65,10 @@ class CollectivePane(Pane):
             return f"group {incident.name_of(lane)} · number {seq} of each rank"
         what = [signature_text(op)] if op is not None else []
         others = int(((codes >= 0) & (codes != usual)).sum())
-        facts = [f"group {incident.run.groups[lane.group]}", f"operation #{seq}"]
-        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{_differ_text(others)}", *what]
+        facts = [f"group {incident.name_of(lane)}", f"operation #{seq}"]
+        unknown = int((lane.is_silent & (at < 0)).sum())
+        unheard = f", {unknown:,} unknown" if unknown else ""
+        facts += [f"{int((at >= 0).sum()):,}/{len(lane.members):,} issued{unheard}{_differ_text(others)}", *what]
         return " · ".join(facts)
 
     def make_rows(self, width: int) -> Rows:
@@ -155,15 +157,11 @@ def current_lane(session: Session, incident: Incident) -> Lane:
 
 
 def current_seq(session: Session, incident: Incident) -> int:
-    """The selected operation, else the newest that some members did not issue, else the last."""
+    """The selected operation, else the one in which the group stands."""
     lane = current_lane(session, incident)
     last = lane.first_seq + lane.row.shape[1] - 1
-    if session.seq is not None:
-        return int(max(lane.first_seq, min(session.seq, last)))
-    if incident.is_p2p(lane):
-        return int(lane.first_seq + int(lane.last.max()) - 1)
-    missing = np.flatnonzero((lane.row.min(axis=0) < 0) & (lane.row.max(axis=0) >= 0))
-    return lane.first_seq + int(missing[-1]) if len(missing) else int(last)
+    wanted = session.seq if session.seq is not None else incident.stands_at(lane)
+    return int(max(lane.first_seq, min(wanted, last)))
 
 
 class CollectiveRows:
@@ -177,7 +175,8 @@ class CollectiveRows:
         self._at, signature = lane.row[:, column], lane.signature[:, column]
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
         self._is_recorded = bool((self._at >= 0).any())
-        is_absent = (self._at < 0) & self._is_recorded
+        self._is_unknown = (self._at < 0) & lane.is_silent
+        is_absent = (self._at < 0) & ~lane.is_silent & self._is_recorded
         self._is_p2p = incident.is_p2p(lane)
         if self._is_p2p:  # a rank may have fewer sends and receives than others
             is_absent = np.zeros(len(self._at), bool)
@@ -188,8 +187,13 @@ class CollectiveRows:
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
         )
-        times = (int(table["created_ns"][at]) for table, at in tables if at >= 0)
-        self._first_ns = min((time for time in times if time), default=0)
+        self._ahead_ns = clock_offsets(incident.run, lane)
+        times = (
+            int(table["created_ns"][at] - ahead)
+            for (table, at), ahead in zip(tables, self._ahead_ns, strict=True)
+            if at >= 0 and table["created_ns"][at]
+        )
+        self._first_ns = min(times, default=0)
         self._tail = [row(), head("merged stacks"), *tree]
 
     def __len__(self) -> int:
@@ -206,11 +210,15 @@ class CollectiveRows:
         if not self._is_recorded:
             return row(f" {rank:>5}  not recorded on any rank", link=RowLink(screen=6, rank=rank))
         if op is None and not self._is_absent[place]:
-            return row(f" {rank:>5}  none", link=RowLink(screen=6, rank=rank))
-        return self._rank_row(rank, op, bool(self._is_other[place]), width)
+            is_at_fault = rank in self._incident.top.culprits
+            what: TextSpan = ("unknown", Role.WARN) if self._is_unknown[place] else ("none", Role.PLAIN)
+            mark = (f"{CULPRIT if is_at_fault else ' '}{rank:>5}  ", Role.BAD if is_at_fault else Role.PLAIN)
+            return row(mark, what, link=RowLink(screen=6, rank=rank))
+        return self._rank_row(place, op, width)
 
-    def _rank_row(self, rank: int, op: Operation | None, is_other: bool, width: int) -> Row:
-        incident, first_ns = self._incident, self._first_ns
+    def _rank_row(self, place: int, op: Operation | None, width: int) -> Row:
+        incident, rank, is_other = self._incident, self._members[place], bool(self._is_other[place])
+        first_ns = self._first_ns + self._ahead_ns[place]
         is_at_fault = rank in incident.top.culprits
         mark = "*" if rank == self._session.pinned else CULPRIT if is_at_fault else " "
         mark_role: Role = Role.BAD if is_at_fault else Role.BOLD
@@ -220,10 +228,10 @@ class CollectiveRows:
             doing = SITUATIONS[state.kind].label if state is not None else "unknown"
             gap = f"{_lag('', width)}    "
             start = f"{mark}{rank:>5}  absent     {gap}{doing}"
-            place = _place(state.frame if state is not None else None, width - len(start))
-            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{gap}{doing}", (place, Role.DIM),
+            line = _place(state.frame if state is not None else None, width - len(start))
+            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{gap}{doing}", (line, Role.DIM),
                        link=link, is_problem=True, at=_at(state.frame if state is not None else None))  # fmt: skip
-        lag = _lag(f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if first_ns and op.created_ns else "", width)
+        lag = _lag(f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if self._first_ns and op.created_ns else "", width)
         state_text = "done" if op.retired or op.state == "completed" else op.state
         role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
         what, what_role = signature_text(op), role if is_other else Role.PLAIN
@@ -232,9 +240,9 @@ class CollectiveRows:
         other = "  # " if is_other else "    "
         start = f"{mark}{rank:>5}  {state_text:<11}{lag}{other}{what}"
         frame = user_frame(op.frames, incident.run.wrappers)
-        place = _place(frame, width - len(start))
+        line = _place(frame, width - len(start))
         return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), lag, (f"{other}{what}", what_role),
-                   (f"{place}{shown}", Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
+                   (f"{line}{shown}", Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (

@@ -52,12 +52,13 @@ class GridView(LineView):
 
 def grid_of(incident: Incident, lane: Lane) -> Grid:
     """The heatmap of a lane over its operations."""
+    stand = incident.stands_at(lane) - lane.first_seq
     if not incident.is_p2p(lane):
-        return build_grid(incident.run, lane)
+        return replace(build_grid(incident.run, lane), name=incident.name_of(lane), stand=stand)
     found = build_p2p_grid(
         incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
     )
-    return replace(found, name=incident.name_of(lane))
+    return replace(found, name=incident.name_of(lane), stand=stand)
 
 
 class GridPane(Pane):

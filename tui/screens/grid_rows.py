@@ -86,7 +86,10 @@ class GridRows:
         return f"{f'{first}-{last}' if is_run else f'{first}..{last} x{len(ranks)}'}{key}"
 
     def worst(self, index: int) -> tuple[int, int]:
-        """(member index, column) of the highest code in a row, within the selected cell if there is one."""
+        """(member index, column) of the highest code in a row, within the selected cell if there is one.
+
+        Of equal ones it is the operation in which the group stands.
+        """
         places = self.places(index)
         spot = self.viewport.spot
         start, stop = (0, None) if spot is None else (spot, spot + self.viewport.per_cell)
@@ -94,6 +97,9 @@ class GridRows:
         if not codes.size:
             return int(places[0]), start
         place, column = np.unravel_index(int(codes.argmax()), codes.shape)
+        stand = self.grid.stand
+        if spot is None and 0 <= stand < codes.shape[1] and codes[:, stand].max() == codes.max():
+            return int(places[int(codes[:, stand].argmax())]), stand
         return int(places[place]), start + int(column)
 
     def next_problem(self, index: int, direction: int) -> int | None:  # noqa: ARG002 (the protocol's)

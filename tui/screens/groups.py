@@ -62,7 +62,8 @@ class GroupsPane(Pane):
         """Start on the verdict's group, else on the first."""
         incident, rows = self.session.incident.value, self.body.rows
         groups = [link.group if (link := rows.row(i, 80).link) else None for i in range(len(rows))]
-        wanted = incident.top.group if incident is not None else ""
+        place = incident.lane_of_verdict(incident.top) if incident is not None else None
+        wanted = incident.names[place] if incident is not None and place is not None else ""
         self.body.move_to(groups.index(wanted) if wanted in groups else 1)
 
     def make_rows(self, width: int) -> Rows:
@@ -81,21 +82,21 @@ def collective_lanes(incident: Incident) -> list[Lane]:
 def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
     lanes, is_narrow = collective_lanes(incident), width < _NARROW
-    longest = min(max([5, *(len(str(incident.run.groups[lane.group])) for lane in lanes)]), 10 if is_narrow else 16)
+    longest = min(max([5, *(len(incident.name_of(lane)) for lane in lanes)]), 10 if is_narrow else 24)
     for_ranks, all_done = (6, "") if is_narrow else (10, f"{'all done':>8} ")
     yield head(f"{'group':<{longest}} {'ranks':<{for_ranks}} {all_done}{'newest':>7}  outliers")
     for lane in lanes:
-        group = incident.run.groups[lane.group]
+        group = incident.name_of(lane)
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = outliers_text(lane, newest)
-        name, ranks = truncate(str(group), longest), truncate(ranks_text(lane.members, 2), for_ranks)
+        name, ranks = truncate(group, longest), truncate(ranks_text(lane.members, 2), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
         yield row((f"{name:<{longest}} ", Role.BOLD), f"{ranks:<{for_ranks}} {done}{f'#{newest}':>7}  ",
                   (odd or "none", Role.BAD if odd else Role.DIM),
-                  link=RowLink(screen=2, group=str(group)), is_problem=bool(odd))  # fmt: skip
+                  link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
-        seen = [str(incident.run.groups[lane.group]) for lane in collective_lanes(incident)
+        seen = [incident.name_of(lane) for lane in collective_lanes(incident)
                 if not incident.run.groups[lane.group].members]  # fmt: skip
         if seen:
             yield row()
@@ -107,46 +108,54 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 
 def outliers_text(lane: Lane, newest: int) -> str:
-    """Ranks that are behind, and ranks that issued another operation than most."""
-    behind = [rank for rank, last in zip(lane.members, lane.last, strict=True) if int(last) < newest]
+    """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known."""
+    last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
+    silent = [rank for rank, is_silent in zip(lane.members, lane.is_silent, strict=True) if is_silent]
+    behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
     parts = []
     if behind:
-        last = dict(zip(lane.members, lane.last, strict=True))
-        parts.append(f"{ranks_text(behind, 4)} behind by {newest - min(int(last[rank]) for rank in behind)}")
-    column = newest_mixed(lane.signature[:, -NEWEST:])
+        parts.append(f"{ranks_text(behind, 4)} behind by {newest - min(last[rank] for rank in behind)}")
+    if silent:
+        parts.append(f"{ranks_text(silent, 4)} unknown")
+    column = first_mixed(lane.signature[:, -NEWEST:])
     if column is not None:
         codes = lane.signature[:, column]
         other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
         seq = lane.first_seq + lane.signature.shape[1] + column
-        parts.append(f"{ranks_text([lane.members[i] for i in other], 4)} differs at #{seq}")
+        parts.append(f"{ranks_text([lane.members[i] for i in other], 4)} differ{'s' * (len(other) == 1)} at #{seq}")
     return "; ".join(parts)
 
 
-def newest_mixed(signature: Ints) -> int | None:
-    """The newest column, counted from the end (-1, -2, ...), in which signatures differ; None if all agree."""
+def first_mixed(signature: Ints) -> int | None:
+    """The first column, counted from the end (-1, -2, ...), in which signatures differ; None if all agree."""
     if not signature.size:
         return None
     most = np.iinfo(signature.dtype).max
     mixed = np.flatnonzero(np.where(signature < 0, most, signature).min(axis=0) < signature.max(axis=0))
-    return int(mixed[-1]) - int(signature.shape[1]) if len(mixed) else None
+    return int(mixed[0]) - int(signature.shape[1]) if len(mixed) else None
 
 
 def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
     """The members of a group, each with its newest operation and its state."""
     lane = incident.lanes[incident.lane_of(group)]
     yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
-    shown = list(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True))[:MAX_MEMBERS]
-    texts = [
-        "nothing recorded" if last < 0 else f"#{last} {'done' if is_done else 'pending'}" for _, last, is_done in shown
-    ]
+    columns = (lane.last.tolist(), lane.done.tolist(), lane.is_silent.tolist())
+    shown = list(zip(lane.members, *columns, strict=True))[:MAX_MEMBERS]
+    texts = [_newest_text(*of_member) for _, *of_member in shown]
     column = max(map(len, texts), default=0) + 2
-    for (rank, _, _), newest in zip(shown, texts, strict=True):
+    for (rank, *_), newest in zip(shown, texts, strict=True):
         glyph = SITUATIONS[incident.states[rank].kind]
         link, mark = RowLink(screen=6, rank=rank), CULPRIT if rank in incident.top.culprits else " "
         yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<{column}}",
                   (truncate(f"{glyph.char} {glyph.label}", width - 9 - column), glyph.role), link=link)  # fmt: skip
     if len(lane.members) > MAX_MEMBERS:
         yield row((f"  and {counted(len(lane.members) - MAX_MEMBERS, 'more rank')}", Role.DIM))
+
+
+def _newest_text(last: int, is_done: bool, is_silent: bool) -> str:
+    if last < 0:
+        return "unknown" if is_silent else "nothing issued"
+    return f"#{last} {'done' if is_done else 'pending'}"
 
 
 def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
+from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
+from titan_ckpt.debug.report.facts import when
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
@@ -122,7 +124,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     is_quiet = bool(live) and is_calm
     if not is_quiet:
-        yield from _verdict_rows(incident, width)
+        yield from _verdict_rows(incident, session.clock(), width)
     yield from _checkpoint_rows(session)
     yield row()
     if has_ranks:
@@ -172,7 +174,7 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
         yield row(("no fault so far; press f to follow the job", Role.DIM))
 
 
-def _verdict_rows(incident: Incident, width: int) -> Iterator[Row]:
+def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
     top = incident.top
     role: Role = Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if top.verdict in NO_FAULT else Role.BAD
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
@@ -190,6 +192,8 @@ def _verdict_rows(incident: Incident, width: int) -> Iterator[Row]:
     )
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
+    if top.verdict != VerdictKind.HEALTHY:
+        yield from (row((line, Role.DIM)) for line in wrapped(when(incident.run, now_s), width))
 
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:
@@ -240,9 +244,9 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield head("why")
     for item in top.evidence:
         yield from _evidence_rows(item, incident, width)
-    if top.chain:
+    if incident.edges and top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING):
         yield head("who waits for whom")
-        yield from _chain_rows(top.chain, width)
+        yield from _chain_rows(incident.edges, width)
     if top.next_steps:
         yield head("what to do")
     for number, step in enumerate(top.next_steps, 1):
@@ -250,13 +254,13 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield row(line)
 
 
-def _chain_rows(chain: Sequence[tuple[int, int]], width: int) -> Iterator[Row]:
+def _chain_rows(edges: Sequence[Edge], width: int) -> Iterator[Row]:
     """A line per awaited rank, with all that wait for it."""
-    waiters: dict[int, list[int]] = {}
-    for waiter, awaited in chain:
-        waiters.setdefault(awaited, []).append(waiter)
+    waiters: dict[int, dict[int, None]] = {}
+    for edge in edges:
+        waiters.setdefault(edge.awaited, {})[edge.waiter] = None
     for awaited, ranks in list(waiters.items())[:_MOST_AWAITED]:
-        text = f"  {ranks_named(ranks, 8)} wait{'s' if len(ranks) == 1 else ''} for rank {awaited}"
+        text = f"  {ranks_named(list(ranks), 8)} wait{'s' if len(ranks) == 1 else ''} for rank {awaited}"
         yield from (row(line, link=RowLink(screen=6, rank=awaited)) for line in wrapped(text, width, "    "))
     if len(waiters) > _MOST_AWAITED:
         yield row((f"  and for {counted(len(waiters) - _MOST_AWAITED, 'more rank')}", Role.DIM))

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.kinds import RankState
-from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident, frame_text
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.waits import Wait, waits
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, ranks_text, row, truncate
@@ -15,7 +16,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_WAITERS = 200
-LEAST_FOLDED = 9
+LEAST_FOLDED = 5
 
 
 class WaitsPane(Pane):
@@ -31,7 +32,7 @@ class WaitsPane(Pane):
         if incident is None:
             return ()
         if space.name == "graph":
-            return graph_rows(incident, waits_shown(incident), space.width)
+            return graph_rows(incident, incident.edges, space.width)
         rank = current.link.rank if current is not None and current.link is not None else None
         return rank_rows(incident, rank, space.width) if rank is not None else ()
 
@@ -40,8 +41,9 @@ class WaitsPane(Pane):
         if incident is None:
             return ""
         if not incident.edges:
-            return "no rank waits for another one"
-        origin = " inferred from the verdict" if incident.is_chain else ""
+            return "no rank is seen to wait for another one"
+        is_inferred = all(edge.is_inferred for edge in incident.edges)
+        origin = " inferred from the verdict" if is_inferred else ""
         return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, waiting ranks below"
 
     def make_rows(self, width: int) -> Rows:
@@ -54,7 +56,7 @@ class WaitsPane(Pane):
 def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A tree per rank that others wait for and that waits for none; then wait cycles; then ranks in no wait."""
     waiters: dict[int, list[Edge]] = defaultdict(list)
-    edges = waits_shown(incident)
+    edges = incident.edges
     for edge in edges:
         waiters[edge.awaited].append(edge)
     waiting = {edge.waiter for edge in edges}
@@ -71,22 +73,21 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     for rank in cycles:
         if rank not in shown:
             yield from _tree(incident, rank, waiters, shown, width)
-    rest = sorted(set(incident.states) - held_up - waiting)
-    if rest:
-        yield head("in no observed wait")
-    for rank in rest[:MAX_WAITERS]:
-        yield _rank_row(incident, rank, 0, None, width)
-    if len(rest) > MAX_WAITERS:
-        yield row((f"  and {counted(len(rest) - MAX_WAITERS, 'more rank')}", Role.DIM))
+    yield from _rest_rows(incident, sorted(set(incident.states) - held_up - waiting), width)
 
 
-def waits_shown(incident: Incident) -> list[Edge]:
-    """The waits without those of the culprits, which are consequences, unless the culprits wait for each other alone."""
-    culprits = set(incident.top.culprits)
-    awaited = {edge.awaited for edge in incident.edges if edge.waiter in culprits}
-    if not culprits & {edge.awaited for edge in incident.edges} or awaited <= culprits:
-        return list(incident.edges)
-    return [edge for edge in incident.edges if edge.waiter not in culprits]
+def _rest_rows(incident: Incident, rest: list[int], width: int) -> Iterator[Row]:
+    """Ranks in no wait for another one: those that wait all the same, then the others."""
+    alone = {rank: wait for wait in waits(incident.run) for rank in wait.ranks}
+    has_ended = incident.top.verdict == VerdictKind.HEALTHY
+    for is_waiting, title in ((True, "waiting, for whom is not known"), (False, "in no observed wait")):
+        ranks = [r for r in rest if (r in alone or incident.states[r].kind.is_waiting) == is_waiting]
+        if ranks:
+            yield head("as last seen" if has_ended else title)
+        for rank in ranks[:MAX_WAITERS]:
+            yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
+        if len(ranks) > MAX_WAITERS:
+            yield row((f"  and {counted(len(ranks) - MAX_WAITERS, 'more rank')}", Role.DIM))
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
@@ -148,25 +149,29 @@ def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> 
 
 def _link_of(incident: Incident, edge: Edge) -> RowLink:
     """The operation that a rank waits in."""
-    if edge.group < 0 or edge.is_p2p:
-        name = f"{incident.run.groups[edge.group]}{P2P_NAME}" if edge.group >= 0 else None
+    name = incident.group_name(edge.group, is_p2p=edge.is_p2p) if edge.group >= 0 else None
+    if name is None or edge.is_p2p:
         return RowLink(screen=2, group=name, rank=edge.waiter)
     seq = edge.seq if edge.seq >= 0 else None
-    return RowLink(screen=3, group=str(incident.run.groups[edge.group]), seq=seq, rank=edge.waiter)
+    return RowLink(screen=3, group=name, seq=seq, rank=edge.waiter)
 
 
 def _why(incident: Incident, edge: Edge) -> str:
     sure = " (inferred)" if edge.is_inferred else ""
-    if incident.states[edge.waiter].kind == RankState.IN_INIT and edge.seq < 0:
+    state = incident.states[edge.waiter]
+    if state.kind == RankState.IN_INIT and edge.seq < 0:
         return f"waits in init{sure}"
-    group = f" of group {incident.run.groups[edge.group]}" if edge.group >= 0 else ""
+    group = f" of group {incident.group_name(edge.group)}" if edge.group >= 0 else ""
     kind = "send/recv" if edge.is_p2p else "collective"
-    number = f" #{edge.seq}" if edge.seq >= 0 else ""
+    number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
     return f"waits in {kind}{number}{group}{sure}"
 
 
-def _rank_row(incident: Incident, rank: int, depth: int, edge: Edge | None, width: int) -> Row:
-    why = _why(incident, edge) if edge is not None else ""
+def _rank_row(
+    incident: Incident, rank: int, depth: int, edge: Edge | None, width: int, pending: Wait | None = None
+) -> Row:
+    """`pending`: what a rank waits in of which it is not known for whom it waits."""
+    why = _why(incident, edge) if edge is not None else f"waits in {pending.text}" if pending is not None else ""
     state = incident.states[rank]
     glyph = SITUATIONS[state.kind]
     detail = f" ({state.detail})" if state.detail else ""

@@ -111,9 +111,9 @@ class SessionLoader:
         def after() -> None:
             s.looked_s = s.clock()
             found = s.incident.value
-            link = found.link_of(found.top) if found is not None and former is None else None
-            if link is not None:
-                s.select(link.group, link.seq)
+            if found is not None and (former is None or _story(found) != _story(former)):
+                link = found.link_of(found.top)
+                s.lane, s.seq = (found.lane_of(link.group), link.seq) if link is not None else (s.lane, None)
             self._not_before_s = time.monotonic() + LEAST_REST * (time.monotonic() - started_s)
 
         self._load(s.incident, look, after=after)
@@ -183,6 +183,12 @@ class SessionLoader:
                 self._show_status(f"{part.what} not reloaded: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)
+
+
+def _story(incident: Incident) -> tuple[object, ...]:
+    """What the selection follows: a job that hangs is no longer at the operation that was the newest before."""
+    top = incident.top
+    return top.verdict, top.culprits, top.group, top.seq
 
 
 def _reload_logs(former: LogIndex, content: Content) -> LogIndex:

@@ -215,7 +215,10 @@ def _spelled(operation: Operation) -> str:
 def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Evidence:
     frame = user_frame(operation.frames, run.wrappers)
     others = f" (and {count - 1} more rank{'s' if count > 2 else ''})" if count > 1 else ""
-    state = "returned" if operation.state == OperationState.COMPLETED else "pending or failed"
+    table = run.ranks[rank].operations
+    later = (table["group"] == run.groups.index(operation.group)) & (table["p2p"] == 0) & (table["seq"] > operation.seq)
+    has_returned = operation.state == OperationState.COMPLETED or (operation.retired and bool(later.any()))
+    state = "returned" if has_returned else "pending or failed"
     text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
         f", in {frame.function}{_caller(operation, frame)}" if frame else ""
     )
