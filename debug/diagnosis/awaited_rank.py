@@ -302,10 +302,10 @@ def left_no_end(run: Run, rank: int) -> bool:
     """Whether other recorders left an end of their process, and this one, which ticked no longer than they did, left none. Not
     where one that waited left none either: then the job may have been looked at before its end."""
     record = run.ranks[rank]
-    ends = [one.heartbeat.alive_ns for one in run.ranks.values() if one.heartbeat is not None and _has_end(one)]
-    if record.heartbeat is None or record.process_state or _has_end(record) or not ends:
+    if record.heartbeat is None or record.process_state or _has_end(record):
         return False
-    if any(waited_at_the_end(one) and not _has_end(one) for one in run.ranks.values()):
+    ends = [one.heartbeat.alive_ns for one in run.ranks.values() if one.heartbeat is not None and _has_end(one)]
+    if not ends or any(waited_at_the_end(one) and not _has_end(one) for one in run.ranks.values()):
         return False
     return record.heartbeat.alive_ns <= min(ends) and is_silent(run, record.heartbeat)
 

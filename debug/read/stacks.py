@@ -8,7 +8,7 @@ from dataclasses import replace
 from titan_ckpt.debug.incident.records import Frame, StackSnapshot, Thread
 
 _THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+|\d+)(?: \[([^\]]*)\])?")
-_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.+?)(?:\s{2,}\| (.*))?$')
+_FRAME = re.compile(r'^\s*File "([^"]*)", line (\d+),? in (.+)$')
 _PYSPY_THREAD = re.compile(r'^Thread (\d+) \(([^)]*)\)(?:: "?([^"]*)"?)?')
 _PYSPY_FRAME = re.compile(r"^\s{4}(\S.{0,400}?) \(([^()]{1,400}?)(?::(\d{1,9}))?\)$")  # without a line: --native
 _STATE = re.compile(r"^\s*(Garbage-collecting|<no Python frame>|<cannot .*>)$")
@@ -35,10 +35,9 @@ def parse_stacks(text: str, source: str, reason: str) -> StackSnapshot:
             if head:
                 state = head.group(2)
         elif match := _FRAME.match(line):
-            file, number, function, source_text = match.groups()
-            frames.append(
-                Frame(file=file, line=_line(number), function=function.strip(), text=(source_text or "").strip())
-            )
+            file, number, rest = match.groups()
+            function, _, source_text = rest.partition("  | ")
+            frames.append(Frame(file=file, line=_line(number), function=function.strip(), text=source_text.strip()))
         elif match := _PYSPY_FRAME.match(line):
             function, file, number = match.groups()
             line_number = _line(number or "0")

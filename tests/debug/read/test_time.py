@@ -74,6 +74,7 @@ def test_report_readers_are_linear_on_hostile_lines(piece: str) -> None:
             "#0-0 (27a0) MISMATCH\n  Rank 1",
             "GPU 00000000:1B:00.0\n    ",
             "Thread 1 (Thread 0x7f (LWP 1)):\n#0 ",
+            '  File "a", line 1 in ',
         ):
             read_ras_text(head + text, "x", "")
             read_gpu_state(head + text, "x")
