@@ -55,6 +55,10 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
     (VerdictKind.STUCK_ON_CPU, Subtype.GC): (
         "call gc.freeze() after start-up and gc.collect() at fixed steps on all ranks at once",
     ),
+    (VerdictKind.STUCK_ON_CPU, Subtype.USER_CODE): (
+        "look at what that line waits for, or loops over, on this rank alone",
+        "give it a timeout, or do it on all ranks",
+    ),
     (VerdictKind.STUCK_ON_CPU, Subtype.NONE): ("take a stack of that rank: `py-spy dump --pid PID`",),
     (VerdictKind.SKIPPED_COLLECTIVE, Subtype.FINISHED_EARLY): (
         "give every rank the same number of batches (drop the last, or pad), or use join",
@@ -82,6 +86,6 @@ _SIGKILL = (
 
 def advice(verdict: VerdictKind, subtype: Subtype, signal: str = "") -> tuple[str, ...]:
     """What to do about a verdict; `signal` is the name of what killed a rank, such as SIGKILL."""
-    if signal == "SIGKILL":
+    if signal == "SIGKILL" and subtype != Subtype.OOM:
         return _SIGKILL
     return _ADVICE.get((verdict, subtype), _ADVICE.get((verdict, Subtype.NONE), ()))

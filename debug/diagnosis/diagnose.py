@@ -23,7 +23,15 @@ from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch
-from titan_ckpt.debug.diagnosis.no_culprit import healthy, looks_quiet, looks_well, running, undecided, went_on
+from titan_ckpt.debug.diagnosis.no_culprit import (
+    healthy,
+    looks_quiet,
+    looks_well,
+    running,
+    says_done,
+    undecided,
+    went_on,
+)
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
@@ -95,7 +103,7 @@ def _without_fault(
     is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
     is_quiet = looks_quiet(run) and not is_waiting and not faults(run)
     if is_quiet:
-        return running(None, None)
+        return running(None, None, is_done=says_done(run))
     leads = (lead for lane in found_lanes if (lead := mismatch(run, lane, with_met=True)) is not None)
     lead = next(leads, None)
     return undecided(run, edges, states) if lead is None else replace(lead, confidence=lead.confidence * MET)

@@ -77,9 +77,18 @@ def looks_quiet(run: Run) -> bool:
     return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
 
 
-def running(pace: Pace | None, suspected: Verdict | None) -> Verdict:
-    """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show."""
+def says_done(run: Run) -> bool:
+    """Whether logs say last of all that training is done; how its processes ended they do not show."""
+    logs = [record.log for record in run.ranks.values() if record.log] or ([run.job_log] if run.job_log else [])
+    return bool(logs) and all(log.done_line > log.last_step_line for log in logs)
+
+
+def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = False) -> Verdict:
+    """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show. `is_done`: its logs
+    say that training is done."""
     facts = "no error, no exit code, and nothing that has waited for long"
+    if is_done:
+        facts += "; the logs say that training is done, but not that the processes ended"
     if pace is not None:
         facts = "all ranks were told to end (SIGTERM); until then " if pace.is_told else ""
         facts += f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
@@ -94,7 +103,11 @@ def running(pace: Pace | None, suspected: Verdict | None) -> Verdict:
         confidence=Basis.ONE_LOOK.confidence,
         headline="the job runs, or has just stopped: one look cannot tell",
         evidence=(Evidence(text=facts), *(suspected.evidence[:4] if suspected else ())),
-        next_steps=("look again in a minute: only a job that has not gone on between two looks hangs",),
+        next_steps=(
+            "look whether its processes are gone, and at the launcher's exit code: 0 means that all is well"
+            if is_done
+            else "look again in a minute: only a job that has not gone on between two looks hangs",
+        ),
     )
 
 

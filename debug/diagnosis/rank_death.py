@@ -263,18 +263,23 @@ def _is_unclear_abort(record: RankRecord) -> bool:
 
 def _killed(record: RankRecord, ended: Exit, number: int) -> Situation:
     name = signal.Signals(number).name
-    is_oom = any(event.kind == EventKind.OOM for event in record.events)
+    lack = next((event for event in record.events if _is_lack_of_memory(event)), None)
     stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
     killed = Evidence(text=f"exit code {ended.code}: killed by {name}", rank=record.rank, source=ended.source)
     return Situation(
         rank=record.rank,
         kind=RankState.DEAD,
-        detail=Subtype.OOM if is_oom else Subtype.SIGNAL,
+        detail=Subtype.OOM if lack is not None else Subtype.SIGNAL,
         frame=main_frame(stack),
         signal=name,
         confidence=Basis.KILLED.confidence,
-        evidence=(killed, *last_words(record)),
+        evidence=(killed, *((event_evidence(lack),) if lack is not None else ()), *last_words(record)),
     )
+
+
+def _is_lack_of_memory(event: LogEvent) -> bool:
+    """Whether the program, a scheduler or the kernel (which names the process that it killed) says so."""
+    return event.kind == EventKind.OOM or (event.kind == EventKind.KILLED and event.values.get("cause") == "oom")
 
 
 def _gone(record: RankRecord) -> Situation | None:

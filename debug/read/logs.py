@@ -341,6 +341,8 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             of_file = [ended for ended in exits if ended.source == text.source]
             first = next((ended.rank for ended in of_file if ended.is_first), None)
             code = text.endings.code if text.endings.code is not None else 1 if of_file else None
+            if code is None and text.endings.has_finished:
+                code = 0
             return Launcher(
                 source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved)
             )  # fmt: skip

@@ -336,3 +336,19 @@ def test_page_fault_on_a_gpu_is_the_programs(xid: int, subtype: str, action: str
     top = judged(tmp_path, {rank: STEPS + CAUGHT.format(rank) * (rank != 2) for rank in range(4)}, job)
     assert (top.verdict, top.culprits, top.subtype) == ("RANK_DIED", (2,), subtype)
     assert action_for(open_run(str(tmp_path)), top).action == action
+
+
+KILLED = "[88123.3] Memory cgroup out of memory: Killed process 31 (python3) total-vm:98123456kB, anon-rss:61234567kB\n"
+ENDED = (
+    "E0302 10:31:02.9 991 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -9) local_rank: 1 (pid: 31) "
+    "of binary: python3\n"
+)
+
+
+def test_the_kernel_s_log_says_what_sigkill_was_for(tmp_path: Path) -> None:
+    """mm/oom_kill.c, __oom_kill_process; torchrun's table has the number of the process."""
+    (tmp_path / "dmesg.log").write_text(KILLED)
+    top = judged(tmp_path, {1: STEPS}, ENDED, "console.log")
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (1,))
+    assert any("Killed process 31" in item.text for item in top.evidence)
+    assert not any("dmesg" in step for step in top.next_steps)

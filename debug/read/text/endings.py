@@ -69,11 +69,12 @@ class Endings:
 
     found: list[Ending] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    told: dict[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # pid -> signals that the launcher sent, as exit codes
+    told: dict[int, tuple[int, ...]] = field(default_factory=dict)  # pid -> signals of the launcher, as exit codes
     unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
+    has_finished: bool = (
+        False  # torchrun's agent says that it met the others at their end; its own workers ended with 0
+    )
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None
@@ -131,6 +132,7 @@ class Endings:
     def _elastic(self, number: int, text: str, time_s: float | None) -> None:
         if "torch/distributed/elastic" in text or "ChildFailedError" in text:
             self.is_elastic = True
+            self.has_finished |= "Done waiting for other agents" in text and not self._failed
         if match := _CLOSING.search(text):
             self._begin_unsaid(int(match["pid"]), text)
             self._tell(int(match["pid"]), -_number(match["signal"]), time_s)

@@ -138,3 +138,36 @@ def test_restart_that_torchrun_does_not_log_makes_no_more_ranks(tmp_path: Path) 
         + LISTED.format(2, 143) + "Root Cause (first observed failure):\n" + LISTED.format(0, 1)
     )  # fmt: skip
     assert open_run(str(tmp_path)).world_size == 3
+
+
+API = "I0302 10:02:00.1 991 torch/distributed/elastic/agent/server/api.py:{}\n"
+FINISHED = API.format(
+    "933] [default] worker group successfully finished. Waiting 300 seconds for other agents to finish."
+)
+MET = API.format("1000] Done waiting for other agents. Elapsed: 0.01 seconds")
+WORKER = (
+    "E0302 10:00:02.9 991 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: {}) local_rank: 1 "
+    "(pid: 41) of binary: python\n"
+)
+RESTARTED = API.format("942] [default] Worker group FAILED. 2/3 attempts left; will restart worker group")
+
+
+@pytest.mark.parametrize(
+    ("console", "verdict"),
+    [
+        (FINISHED + MET, VerdictKind.HEALTHY),
+        (WORKER.format(-9) + RESTARTED + STEPS + FINISHED + MET, VerdictKind.HEALTHY),
+        (FINISHED, VerdictKind.RUNNING),
+        (FINISHED + MET + WORKER.format(3), VerdictKind.RANK_DIED),
+    ],
+)
+def test_an_agent_that_met_the_others_ends_the_job_well(console: str, verdict: VerdictKind, tmp_path: Path) -> None:
+    """torch/distributed/elastic/agent/server/api.py: an agent comes to the exit barrier only if its workers gave 0."""
+    (tmp_path / "console.log").write_text(STEPS + console)
+    assert diagnose(open_run(str(tmp_path)))[0].verdict == verdict
+
+
+def test_training_done_says_nothing_of_the_processes(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(STEPS + "".join(f"[rank{rank}]: Training completed\n" for rank in range(4)))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, "launcher's exit code" in top.next_steps[0]) == (VerdictKind.RUNNING, True)
