@@ -160,7 +160,8 @@ def _without_reason(run: Run, found: Sequence[Verdict], states: Mapping[int, Sit
         unclear = [verdict for verdict in unclear if verdict not in gone]
         yield _named_together(gone)
     yield from (verdict for verdict in found if verdict not in (*gone, *unclear, *overtaking))
-    if overtaking:
+    waiters = {rank for verdict in overtaking for rank in verdict.victims}
+    if overtaking and len(overtaking) <= max(1, len(waiters)):  # else those few that wait went another way
         yield _named_together(overtaking)
     culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
     victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
