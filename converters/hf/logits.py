@@ -24,7 +24,7 @@ from titan_ckpt.sharding.placement import Box
 MAX_CONTEXT = 512
 _THREADS = "TOKENIZERS_PARALLELISM"
 _TALKERS = ("transformers", "torchao", "torch.utils._pytree")
-"""Loggers that warn, at import and while loading, of what nobody can mend here: kernels for other devices, deprecations."""
+"""Loggers that warn, at import and while loading, of what a user cannot mend: kernels for other devices, deprecations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

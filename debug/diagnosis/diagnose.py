@@ -37,7 +37,7 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, sign
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.standstill import is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
-from titan_ckpt.debug.diagnosis.told_waits import with_told_chain
+from titan_ckpt.debug.diagnosis.told_waits import MAX_CHAIN, with_told_chain
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
@@ -57,7 +57,6 @@ from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
 
 MAX_VERDICTS = 8
-MOST_PAIRS = 64  # of a chain
 STALL = "stall"  # why a recorder dumped
 SILENCE_S = 10.0
 
@@ -181,7 +180,7 @@ def _named_together(found: Sequence[Verdict], factor: float = NAMED_TOGETHER) ->
     return replace(
         first, culprits=culprits, victims=victims, confidence=first.confidence * factor,
         headline=f"{first.headline}; the same is true of {rank_list([r for r in culprits if r not in first.culprits])}",
-        chain=tuple(dict.fromkeys(pair for verdict in found for pair in verdict.chain))[:MOST_PAIRS],
+        chain=tuple(dict.fromkeys(pair for verdict in found for pair in verdict.chain))[:MAX_CHAIN],
         evidence=tuple(dict.fromkeys(item for verdict in found[:4] for item in verdict.evidence[:2])),
     )  # fmt: skip
 
@@ -296,12 +295,8 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
         )  # one line tells of all ranks of a host
     ended = run.ranks[verdict.culprits[0]].exit if len(verdict.culprits) == 1 else None
     if verdict.subtype in (Subtype.SIGNAL, Subtype.OOM) and ended is not None and ended.line and ended.time_s is None:
-        return (
-            verdict.subtype,
-            verdict.signal,
-            ended.source,
-            ended.line,
-        )  # `srun: error: node2: tasks 4-7: Out Of Memory`
+        # One line of all, such as `srun: error: node2: tasks 4-7: Out Of Memory`.
+        return verdict.subtype, verdict.signal, ended.source, ended.line
     ended_s = _killed_at(run, verdict)
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
         return verdict.subtype, verdict.signal, verdict.file, verdict.line

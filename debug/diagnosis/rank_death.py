@@ -85,9 +85,7 @@ def _works_on(record: RankRecord, event: LogEvent) -> bool:
     table = record.operations
     last = table[table["created_ns"].argmax()]
     alike = ~pending(table)
-    for column in (
-        ("group", "op", "sizes", "dtypes") if call == "backward" else ("group", "op", "sizes", "dtypes", "frames")
-    ):
+    for column in ("group", "op", "sizes", "dtypes", *(() if call == "backward" else ("frames",))):
         alike &= table[column] == last[column]
     return state.may_wait and int(alike.sum()) >= ROUTINE_TIMES
 

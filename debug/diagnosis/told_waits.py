@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run, Verdict
 from titan_ckpt.debug.incident.waits import pending
 
-MAX_CHAIN = 64
+MAX_CHAIN = 64  # pairs
 
 
 def told_waits(run: Run, edges: Iterable[Edge], top: Verdict) -> list[Edge]:

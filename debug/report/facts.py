@@ -21,7 +21,11 @@ MAX_COMMANDS = 3
 
 def when(run: Run, now_s: float) -> str:
     """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known."""
-    began, last = began_ns(run) / 1e9, last_sign_ns(run) / 1e9
+    return stopped(began_ns(run) / 1e9, last_sign_ns(run) / 1e9, now_s)
+
+
+def stopped(began: float, last: float, now_s: float) -> str:
+    """The same, of times that are known already: seconds since the epoch, 0 if unknown."""
     if not began:
         return f"last sign of life {moment(last)}{_age(now_s, last)}" if last else ""
     after = f"; last sign of life {format_duration(last - began)} later" if last - began >= 1e-3 else ""

@@ -17,8 +17,10 @@ from titan_ckpt.debug.diagnosis.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
-from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns
+from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, waits
 from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.tui.data.arrays import Floats
+from titan_ckpt.tui.data.grid import clock_offsets
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -105,6 +107,22 @@ class Incident:
         """Name of the lane of a group (an index into the run's); the group's own if it has none."""
         places = [i for i, lane in enumerate(self.lanes) if lane.group == group and self.is_p2p(lane) == is_p2p]
         return self.names[places[0]] if places else str(self.run.groups[group])
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """What the ranks wait in, equal waits together."""
+        return tuple(waits(self.run))
+
+    def clock_offsets(self, lane: Lane) -> Floats:
+        """How far the clock of each member of a lane is ahead, in ns; computed once, as a lane may have thousands."""
+        place = next(i for i, other in enumerate(self.lanes) if other is lane)
+        if place not in self._offsets:
+            self._offsets[place] = clock_offsets(self.run, lane)
+        return self._offsets[place]
+
+    @cached_property
+    def _offsets(self) -> dict[int, Floats]:
+        return {}
 
     def lane_of(self, group: str | None) -> int:
         """Index of a lane by its name; 0 if there is none."""

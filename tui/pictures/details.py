@@ -11,7 +11,6 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import is_library, program_frames, user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
-from titan_ckpt.tui.data.grid import clock_offsets
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
@@ -144,7 +143,7 @@ def _lag_text(incident: Incident, lane: Lane, column: int, rank: int, op: Operat
     """How long after the first rank it was issued."""
     if not op.created_ns:
         return ""
-    rows, ahead = lane.row[:, column], clock_offsets(incident.run, lane)
+    rows, ahead = lane.row[:, column], incident.clock_offsets(lane)
     places = np.flatnonzero(rows >= 0)[:1024]
     created = {i: int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist()}
     mine_ns = op.created_ns - ahead[lane.members.index(rank)]

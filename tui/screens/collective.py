@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.grid import clock_offsets, usual_signature
+from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows
@@ -187,7 +187,7 @@ class CollectiveRows:
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
         )
-        self._ahead_ns = clock_offsets(incident.run, lane)
+        self._ahead_ns = incident.clock_offsets(lane)
         times = (
             int(table["created_ns"][at] - ahead)
             for (table, at), ahead in zip(tables, self._ahead_ns, strict=True)

@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
-from titan_ckpt.debug.report.facts import when
+from titan_ckpt.debug.report.facts import stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
@@ -193,7 +193,8 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
     if top.verdict != VerdictKind.HEALTHY:
-        yield from (row((line, Role.DIM)) for line in wrapped(when(incident.run, now_s), width))
+        moments = stopped(incident.began_ns / 1e9, incident.last_sign_ns / 1e9, now_s)
+        yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
 
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:

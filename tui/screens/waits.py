@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
-from titan_ckpt.debug.incident.waits import Wait, waits
+from titan_ckpt.debug.incident.waits import Wait
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
@@ -78,7 +78,9 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 def _rest_rows(incident: Incident, rest: list[int], width: int) -> Iterator[Row]:
     """Ranks in no wait for another one: those that wait all the same, then the others."""
-    alone = {rank: wait for wait in waits(incident.run) for rank in wait.ranks}
+    if not rest:
+        return
+    alone = {rank: wait for wait in incident.waits for rank in wait.ranks}
     has_ended = incident.top.verdict == VerdictKind.HEALTHY
     for is_waiting, title in ((True, "waiting, for whom is not known"), (False, "in no observed wait")):
         ranks = [r for r in rest if (r in alone or incident.states[r].kind.is_waiting) == is_waiting]

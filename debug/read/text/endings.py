@@ -72,9 +72,7 @@ class Endings:
     told: dict[int, tuple[int, ...]] = field(default_factory=dict)  # pid -> signals of the launcher, as exit codes
     unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
-    has_finished: bool = (
-        False  # torchrun's agent says that it met the others at their end; its own workers ended with 0
-    )
+    has_finished: bool = False  # torchrun's agent met the others at the end: its own workers ended with 0
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None

@@ -83,9 +83,8 @@ class Stream:
     details: int = 0  # lines that may still belong to NCCL's message
     is_usage: bool = False  # the lines before belong to a program's usage
     routine: Routine = field(default_factory=Routine)
-    open_errors: deque[LogEvent] = field(
-        default_factory=lambda: deque(maxlen=MAX_EVENTS // 2)
-    )  # logged, perhaps outlived
+    # Errors that the program logged and perhaps outlived.
+    open_errors: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
 
     def take(self, number: int, line: Line) -> None:
         """Account for one line, its prefixes removed."""
