@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
-from titan_ckpt.errors import ConfigError, StoreError
+from titan_ckpt.errors import ConfigError, NotFoundError, StoreError
 from titan_ckpt.format.commit import Commit
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import Saver, save
@@ -139,6 +139,33 @@ def test_retention_says_that_a_commit_could_not_be_read(tmp_path: Path, caplog: 
     assert apply_retention(Refusing(str(tmp_path)), RetentionPolicy(keep_last=1), now_s=time.time()) == []
     assert f"{tmp_path}@1: step-00000001/COMMIT.json: BadDigest" in caplog.text
     assert [info.step for info in list_checkpoints(str(tmp_path))] == [1, 2]
+
+
+class Blind(FileStore):
+    """A store that does not show `pins.txt` at first."""
+
+    looks = 0
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        if path == "pins.txt":
+            self.looks += 1
+            if self.looks == 1:
+                raise NotFoundError(path)
+        return super().read(path, start, length)
+
+    def is_taken(self, path: str) -> bool:
+        return self.looks > 1 and super().is_taken(path)
+
+
+def test_pins_are_read_again_before_anything_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pin of this moment counts, and so does one that a store hid while the deletion was planned."""
+    for step in (1, 2, 3):
+        save(str(tmp_path), {"w": torch.zeros(4)}, step=step)
+    (tmp_path / "pins.txt").write_text("1  # the paper's\n")
+    assert apply_retention(Blind(str(tmp_path)), RetentionPolicy(keep_last=1), now_s=time.time()) == []
+    assert "pins step 1, which it did not when this deletion was planned; nothing was deleted" in caplog.text
+    assert [info.step for info in list_checkpoints(str(tmp_path))] == [1, 2, 3]
+    assert apply_retention(FileStore(str(tmp_path)), RetentionPolicy(keep_last=1), now_s=time.time()) == [2]
 
 
 def test_a_new_job_in_an_old_run_keeps_its_own_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from titan_ckpt.checkpoint.commit_proved import named_files
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.nearby import nearby
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
-from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError
+from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, StoreError
 from titan_ckpt.format.commit import commit_version
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, is_attempt, marks_folder, step_folder
@@ -271,8 +271,9 @@ def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = ignore_pr
 
     A checkpoint may refer to files of another one that goes as well. So no data file goes before all commits have gone. And
     nothing goes that a save has committed again or come to need since the plan was made (see `references`): it returns lines
-    about that. `on_delete` hears of each object. CheckpointError if what a save needs cannot be read, before anything is
-    deleted; or if a writer that does not look for marks committed in the midst of the deletion, so that its step is not whole.
+    about that. `on_delete` hears of each object. StoreError, before anything is deleted, if a step of the plan is pinned now;
+    CheckpointError if what a save needs cannot be read, before anything is deleted; or if a writer that does not look for marks
+    committed in the midst of the deletion, so that its step is not whole.
     """
     still = [item for item in plan.garbage if item.version is None or item.version == commit_version(store, item.step)]
     reasons = [
@@ -283,6 +284,7 @@ def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = ignore_pr
     paths = [entry.path for item in still for entry in item.entries]
     if not paths:
         return reasons
+    _check_unpinned(store, still)
     look = partial(needs, store, seen=plan.seen, going=frozenset(paths))
     look()
     marks = [f"{marks_folder(attempt)}/{secrets.token_hex(8)}.txt" for attempt in sorted(_attempts(paths))]
@@ -295,6 +297,16 @@ def delete(store: Store, plan: RemovalPlan, *, on_delete: OnProgress = ignore_pr
         return reasons + _delete_marked(store, paths, look, on_delete)
     finally:
         store.delete(marks)
+
+
+def _check_unpinned(store: Store, garbage: Iterable[Garbage]) -> None:
+    """The plan leaves pinned steps out: one that is pinned now was pinned since, or the store did not show the file then."""
+    pinned = sorted(read_pins(store) & {item.step for item in garbage if item.version is not None})
+    if pinned:
+        raise StoreError(
+            f"{store.where(PINS)}: pins step {pinned[0]}, which it did not when this deletion was planned; nothing was deleted. "
+            "Start it again"
+        )
 
 
 def _attempts(paths: Iterable[str]) -> set[str]:
