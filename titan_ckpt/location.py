@@ -26,7 +26,7 @@ _ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
 _STORES = "s3|s3a|gs|gcs|az|abfss?|https?|memory|file|hf"
 _MISTYPED = re.compile(rf"({_STORES})(//|:(?!//|:))/*", re.IGNORECASE)  # s3//bucket, s3:/bucket, s3:bucket
 # Files and folders that titan-ckpt itself makes in a run.
-_RESERVED = frozenset(
+RESERVED_NAMES = frozenset(
     {"COMMIT.json", "OWNER.json", "manifest.json", "digests.bin", ".metadata", "pins.txt", "unmirrored.txt"}
 )
 _GIVE = "a folder or a URL such as s3://bucket/run, as text or as a pathlib.Path"
@@ -140,7 +140,7 @@ def _why_unwritable(url: str) -> str:
         return f"{file} is a file, and a run is a folder"
     if names[-1] != names[-1].strip():
         return "its name begins or ends with a space"
-    return "its name is that of a file that titan-ckpt writes" if names[-1] in _RESERVED else ""
+    return "its name is that of a file that titan-ckpt writes" if names[-1] in RESERVED_NAMES else ""
 
 
 def scheme(url: str) -> str:

@@ -1,4 +1,7 @@
-"""Copy evidence to a folder or object store: regular files only, without secrets, replacing nothing that is there."""
+"""Copy evidence to a folder or object store: regular files only, without secrets, replacing nothing that is there.
+
+In a folder only the owner can read the copies, as it is with the recorder's own files.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def publish(folder: Path, logs: str | None, store: Store, *, is_forced: bool) ->
         except (OSError, StoreError) as error:
             left_out.append(str(error))
         else:
-            store.write(source.name, [content])
+            _write(store, source.name, content)
     return left_out
 
 
@@ -51,7 +54,15 @@ def publish_files(files: Mapping[str, bytes], store: Store, *, is_forced: bool) 
     """Write these files, under the same condition."""
     _refuse_taken(list(files), store, is_forced=is_forced)
     for name, content in files.items():
+        _write(store, name, content)
+
+
+def _write(store: Store, name: str, content: bytes) -> None:
+    before = os.umask(0o077)
+    try:
         store.write(name, [content])
+    finally:
+        os.umask(before)
 
 
 def _refuse_taken(names: Sequence[str], store: Store, *, is_forced: bool) -> None:

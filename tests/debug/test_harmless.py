@@ -19,7 +19,7 @@ import pytest
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.debug.live.collect import collect
-from titan_ckpt.debug.live.publish import publish
+from titan_ckpt.debug.live.publish import publish, publish_files
 from titan_ckpt.debug.record import demand as demand_module
 from titan_ckpt.debug.record.demand import demand
 from titan_ckpt.debug.record.private_socket import Peer
@@ -176,6 +176,32 @@ def test_nothing_that_was_collected_before_is_replaced(tmp_path: Path) -> None:
     assert store.read("rank_00000.demand.stacks") == b"old"
     publish(folder, None, store, is_forced=True)
     assert store.read("rank_00000.demand.stacks") == b"new"
+
+
+def test_only_the_owner_can_read_what_was_collected(tmp_path: Path) -> None:
+    """As the recorder's own files: a black box holds stacks, command lines and whatever a log printed."""
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "rank_00000.demand.stacks").write_text("stack")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "a.log").write_text("log")
+    before = os.umask(0o022)
+    try:
+        publish(tmp_path / "box", str(tmp_path / "logs" / "*.log"), open_store(str(tmp_path / "out")), is_forced=False)
+        publish_files({"pid_1.stacks": b"stack"}, open_store(str(tmp_path / "out")), is_forced=False)
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
+    modes = {
+        str(path.relative_to(tmp_path)): path.stat().st_mode & 0o777
+        for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]
+    }
+    assert modes == {
+        "out": 0o700,
+        "out/logs": 0o700,
+        "out/logs/a.log": 0o600,
+        "out/rank_00000.demand.stacks": 0o600,
+        "out/pid_1.stacks": 0o600,
+    }
 
 
 def test_links_pipes_and_secrets_are_not_published(tmp_path: Path) -> None:

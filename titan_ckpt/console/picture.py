@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterable
 
 from titan_ckpt.errors import AlreadyExistsError, StoreError, UsageError
+from titan_ckpt.location import RESERVED_NAMES
 
 MARK = "<!-- titan-ckpt -->"
 _HEAD_BYTES = 4096
@@ -28,7 +29,15 @@ def check_svg(path: str) -> None:
 
 
 def check_picture(path: str, *, is_forced: bool) -> None:
-    """Refuse to write `path`: AlreadyExistsError for a file without our mark unless `is_forced`, UsageError without a folder."""
+    """Refuse to write `path`: AlreadyExistsError for a file without our mark unless `is_forced`.
+
+    UsageError without a name or a folder, and for a name that titan-ckpt gives to a file of a run, forced or not.
+    """
+    name = os.path.basename(path)
+    if not path:
+        raise UsageError("the name of the file to write is empty; give one, such as report.html")
+    if name in RESERVED_NAMES:
+        raise UsageError(f"{path}: titan-ckpt itself keeps a file of the name {name} in a run; give another name")
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"{path}: there is no folder {os.path.dirname(path)}; make it first, or give another file")
     if os.path.isdir(path):

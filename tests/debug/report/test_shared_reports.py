@@ -173,3 +173,15 @@ def test_debug_all_writes_no_single_page(tmp_path: Path, capsys: pytest.CaptureF
     assert code == UsageError.exit_code
     assert "one incident's folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--html", "--perfetto"])
+def test_no_report_replaces_a_file_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    """A command line with the wrong name in it must not cost a checkpoint; --force is for files of the user."""
+    for name in ("COMMIT.json", "OWNER.json", ".metadata", "manifest.json"):
+        (tmp_path / name).write_text("a run's")
+        assert main(["debug", str(INJECTED / "skip"), option, str(tmp_path / name), "--force"]) == 2
+        assert f"keeps a file of the name {name} in a run" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "a run's"
+    assert main(["debug", str(INJECTED / "skip"), option, ""]) == 2
+    assert "the name of the file to write is empty" in capsys.readouterr().err
