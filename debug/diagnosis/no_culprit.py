@@ -15,8 +15,9 @@ from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import TIMER, Evidence, Frame, RankRecord, Run, Situation, StackSnapshot, Verdict
 from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 NO_FAULT = (EventKind.PREEMPTED, EventKind.TIME_LIMIT)
@@ -71,6 +72,8 @@ def looks_quiet(run: Run) -> bool:
     if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)):
         return False
     if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
+        return False
+    if any(_timer(record) is not None for record in run.ranks.values()):
         return False
     job = run.job_log
     has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)
@@ -156,6 +159,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
             Evidence(text=counts),
             *facts(run),
             *_who_waited(run, states),
+            *_timed(run, states),
             *_aborted(run),
             *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
         ),
@@ -165,6 +169,36 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
 
 
 MOST_WAITS = 4
+# Lines of a dump, as faulthandler prints them.
+_OF_DUMP = re.compile(r'Timeout \(\d|hread 0x|File "[^"]*", line \d+ in |Extension modules: ')
+
+
+def _timer(record: RankRecord) -> StackSnapshot | None:
+    """The stack that a timer of the program wrote since something took too long; None if its log goes on after it."""
+    stack = next((stack for stack in reversed(record.stacks) if stack.reason == TIMER), None)
+    if stack is None or record.log is None or record.log.source != stack.source:
+        return stack
+    return stack if record.log.tail and _OF_DUMP.search(record.log.tail[-1]) else None
+
+
+def _timed(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:
+    """Where the ranks were whose own timers went off, if they are not seen to wait; those at one place together."""
+    places: dict[Frame | None, list[tuple[int, str]]] = {}
+    for rank, record in run.ranks.items():
+        if (stack := _timer(record)) is not None and not states[rank].kind.is_waiting:
+            frames = stack.main.frames if stack.main is not None else ()
+            places.setdefault(user_frame(frames, run.wrappers), []).append((rank, stack.source))
+    found = sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_WAITS]
+    return tuple(
+        Evidence.at(
+            frame,
+            text=f"a timer of faulthandler went off on {rank_list([rank for rank, _ in stacks])}"
+            f"{f' in {frame.function}' if frame else ''}",
+            rank=None,
+            source=stacks[0][1],
+        )
+        for frame, stacks in found
+    )
 
 
 def _who_waited(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:

@@ -73,6 +73,9 @@ class Thread:
     state: str = ""
 
 
+TIMER = "timer"  # why a stack was written: `faulthandler.dump_traceback_later` of the program
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSnapshot:
     """All threads of a rank at one moment; `reason` comes from the file's name or first line (stall, sigterm, gil ...)."""

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import chain
 
 from titan_ckpt.debug.incident.kinds import FlagKind
-from titan_ckpt.debug.incident.records import MAX_RANK, RankLog
+from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
 from titan_ckpt.debug.read.logs import combine
@@ -150,7 +150,9 @@ def _take_stacks(evidence: RunEvidence, file: EvidenceFile, text: str) -> None:
     if file.reason == "gil":
         text = text[max(0, text.rfind("Timeout (")) :]  # the timer may have gone off before: the last time counts
     is_abort = file.reason == "fatal" and "Fatal Python error: Aborted" in text[:200]
-    _rank(evidence, file.rank).stacks.append(parse_stacks(text, file.path, "fatal abort" if is_abort else file.reason))
+    is_timer = file.reason != "gil" and text.lstrip().startswith("Timeout (")
+    reason = "fatal abort" if is_abort else TIMER if is_timer else file.reason
+    _rank(evidence, file.rank).stacks.append(parse_stacks(text, file.path, reason))
 
 
 def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
@@ -207,7 +209,8 @@ def finish_texts(evidence: RunEvidence) -> None:
     for rank, source, crash in logs.crashes:
         if rank >= 0:
             is_fatal, is_abort = crash.startswith("Fatal"), crash.startswith("Fatal Python error: Aborted")
-            reason = "fatal abort" if is_abort else "fatal" if is_fatal else "log"
+            is_timer = crash.startswith("Timeout (")
+            reason = "fatal abort" if is_abort else "fatal" if is_fatal else TIMER if is_timer else "log"
             evidence.ranks[rank].stacks.append(parse_stacks(crash, source, reason))
     evidence.exits.extend(logs.exits)
     evidence.world_size = max([evidence.world_size, logs.num_ranks, *(text.num_ranks for text in texts)])

@@ -165,3 +165,31 @@ def test_talk_of_memory_is_no_lack_of_it(line: str, tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(f"step 29\n{line}\n")
     assert diagnose(open_run(str(tmp_path)))[0].culprits == ()
+
+
+TIMED_OUT = """\
+Timeout (0:05:00)!
+Thread 0x00007f1d3b7fe740 (most recent call first):
+  File "/job/train.py", line 42 in poll
+  File "/job/train.py", line 60 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "verdict"),
+    [
+        ("txt", TIMED_OUT, "INSUFFICIENT_DATA"),
+        ("stacks", TIMED_OUT, "INSUFFICIENT_DATA"),
+        ("log", rounds(0, 3) + TIMED_OUT, "INSUFFICIENT_DATA"),
+        ("log", rounds(0, 3) + TIMED_OUT + rounds(3, 5), "RUNNING"),
+    ],
+    ids=["text", "stacks", "log", "log-goes-on"],
+)
+def test_a_timer_that_went_off_last_shows_no_running_job(suffix: str, text: str, verdict: str, tmp_path: Path) -> None:
+    """`faulthandler.dump_traceback_later` writes since something took longer than its author allows."""
+    for rank in range(3):
+        (tmp_path / f"rank_{rank}.{suffix}").write_text(text)
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == (verdict, ())
+    said = [item for item in top.evidence if "a timer of faulthandler went off on ranks 0, 1, 2 in poll" in item.text]
+    assert [(item.file, item.line) for item in said] == [("/job/train.py", 42)] * (verdict != "RUNNING")
