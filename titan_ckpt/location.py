@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -130,7 +131,7 @@ def _why_unwritable(url: str) -> str:
     if scheme(url) == "file" and url.lower().startswith("file://") and not local_path(url).startswith(("/", "~")):
         return "the part after file:// must be an absolute path"
     names = found.partition("://")[2].split("/") if "://" in found else found.strip("/").split("/")
-    if any(_STEP_FOLDER.fullmatch(name) or _ATTEMPT_FOLDER.fullmatch(name) for name in names):
+    if is_in_step(names):
         return "it lies inside the folder of a step, which is deleted with its step"
     if "://" in found and any(name in ("", ".", "..") for name in names[1:]):
         return "it has an empty name, `.` or `..` between slashes"
@@ -141,6 +142,11 @@ def _why_unwritable(url: str) -> str:
     if names[-1] != names[-1].strip():
         return "its name begins or ends with a space"
     return "its name is that of a file that titan-ckpt writes" if names[-1] in RESERVED_NAMES else ""
+
+
+def is_in_step(names: Iterable[str]) -> bool:
+    """Whether one of the names of a path is that of a step's folder, or of an attempt to save one."""
+    return any(_STEP_FOLDER.fullmatch(name) or _ATTEMPT_FOLDER.fullmatch(name) for name in names)
 
 
 def scheme(url: str) -> str:

@@ -73,8 +73,6 @@ def looks_quiet(run: Run) -> bool:
         return False
     if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
         return False
-    if any(_timer(record) is not None for record in run.ranks.values()):
-        return False
     job = run.job_log
     has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)
     return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
@@ -115,9 +113,10 @@ def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = Fal
 
 
 def _had_trouble(record: RankRecord) -> bool:
-    """An exit code, a line of the log, or what its dump was written for."""
+    """An exit code, a line of the log, a timer of the program, or what its dump was written for."""
     return (
-        bool(record.exit and record.exit.code)
+        _timer(record) is not None
+        or bool(record.exit and record.exit.code)
         or any(event.kind != EventKind.SIGTERM and not logged_on(record, event) for event in record.events)
         or any(_TROUBLE.search(dump.reason) for dump in record.dumps)
     )

@@ -24,12 +24,12 @@ def when(run: Run, now_s: float) -> str:
     return stopped(began_ns(run) / 1e9, last_sign_ns(run) / 1e9, now_s)
 
 
-def stopped(began: float, last: float, now_s: float) -> str:
-    """The same, of times that are known already: seconds since the epoch, 0 if unknown."""
-    if not began:
-        return f"last sign of life {moment(last)}{_age(now_s, last)}" if last else ""
-    after = f"; last sign of life {format_duration(last - began)} later" if last - began >= 1e-3 else ""
-    return f"stopped {moment(began)}{_age(now_s, began)}{after}"
+def stopped(began_s: float, last_s: float, now_s: float) -> str:
+    """What `when` says of a job that stopped at `began_s` and showed life at `last_s`, since the epoch; 0 if unknown."""
+    if not began_s:
+        return f"last sign of life {moment(last_s)}{_age(now_s, last_s)}" if last_s else ""
+    after = f"; last sign of life {format_duration(last_s - began_s)} later" if last_s - began_s >= 1e-3 else ""
+    return f"stopped {moment(began_s)}{_age(now_s, began_s)}{after}"
 
 
 def moment(seconds: float) -> str:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterable
 
 from titan_ckpt.errors import AlreadyExistsError, StoreError, UsageError
-from titan_ckpt.location import RESERVED_NAMES
+from titan_ckpt.location import RESERVED_NAMES, is_in_step
 
 MARK = "<!-- titan-ckpt -->"
 _HEAD_BYTES = 4096
@@ -31,20 +31,24 @@ def check_svg(path: str) -> None:
 def check_picture(path: str, *, is_forced: bool) -> None:
     """Refuse to write `path`: AlreadyExistsError for a file without our mark unless `is_forced`.
 
-    UsageError without a name or a folder, and for a name that titan-ckpt gives to a file of a run, forced or not.
+    UsageError without a name or a folder; and, forced or not, for a name that titan-ckpt gives to a file of a run, and for any
+    other file in the folder of a step.
     """
-    name = os.path.basename(path)
     if not path:
         raise UsageError("the name of the file to write is empty; give one, such as report.html")
+    name = os.path.basename(path)
     if name in RESERVED_NAMES:
         raise UsageError(f"{path}: titan-ckpt itself keeps a file of the name {name} in a run; give another name")
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"{path}: there is no folder {os.path.dirname(path)}; make it first, or give another file")
     if os.path.isdir(path):
         raise UsageError(f"{path} is a folder; give the name of a file")
-    if not os.path.lexists(path) or is_forced:
+    is_in_checkpoint = is_in_step(os.path.realpath(path).split(os.sep)[:-1])
+    if not os.path.lexists(path) or (is_forced and not is_in_checkpoint):
         return
     if os.path.islink(path) or not os.path.isfile(path) or not _is_ours(path):
+        if is_in_checkpoint:
+            raise UsageError(f"{path} is in the folder of a checkpoint, which may need it; give another name")
         raise AlreadyExistsError(f"{path} is there already, and titan-ckpt did not write it; --force replaces it")
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.small_jobs import START_NS, job
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.incident.records import Frame, Heartbeat, LogEvent, RankLog, Run, StackSnapshot, Thread
+from titan_ckpt.debug.incident.records import TIMER, Frame, Heartbeat, LogEvent, RankLog, Run, StackSnapshot, Thread
 
 ROUTINE = "[2026-03-02 10:00:{0:02},100][myjob][INFO] it {0} loss={1:.4f}\n"
 CAUGHT = """\
@@ -193,3 +193,14 @@ def test_a_timer_that_went_off_last_shows_no_running_job(suffix: str, text: str,
     assert (top.verdict, top.culprits) == (verdict, ())
     said = [item for item in top.evidence if "a timer of faulthandler went off on ranks 0, 1, 2 in poll" in item.text]
     assert [(item.file, item.line) for item in said] == [("/job/train.py", 42)] * (verdict != "RUNNING")
+
+
+def test_equal_operations_and_a_timer_are_not_healthy() -> None:
+    """All ranks may be stuck between two operations: the timer went off for something."""
+    run = job("0 1 2: all_reduce@1 all_reduce@1")
+    assert diagnose(run)[0].verdict == "HEALTHY"
+    stack = StackSnapshot(
+        source="s", reason=TIMER, threads=(Thread(name="MainThread", frames=(LOADING,), is_main=True),)
+    )
+    ranks = {rank: replace(record, stacks=(stack,)) for rank, record in run.ranks.items()}
+    assert diagnose(replace(run, ranks=ranks))[0].verdict == "INSUFFICIENT_DATA"

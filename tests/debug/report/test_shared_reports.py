@@ -183,5 +183,11 @@ def test_no_report_replaces_a_file_of_a_run(tmp_path: Path, capsys: pytest.Captu
         assert main(["debug", str(INJECTED / "skip"), option, str(tmp_path / name), "--force"]) == 2
         assert f"keeps a file of the name {name} in a run" in capsys.readouterr().err
         assert (tmp_path / name).read_text() == "a run's"
+    data = tmp_path / "step-00000005" / "a-20260101T000000Z-00000000" / "__0_0.distcp"
+    data.parent.mkdir(parents=True)
+    data.write_text("a run's")
+    assert main(["debug", str(INJECTED / "skip"), option, str(data), "--force"]) == 2
+    assert "is in the folder of a checkpoint" in capsys.readouterr().err
+    assert data.read_text() == "a run's"
     assert main(["debug", str(INJECTED / "skip"), option, ""]) == 2
     assert "the name of the file to write is empty" in capsys.readouterr().err
