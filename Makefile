@@ -9,6 +9,8 @@ QUICK := not dist and not s3 and not hf and not e2e
 
 # One math thread per rank: more only make ranks wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Every rank is a process: without cached bytecode each of thousands would compile the project again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops phones soak arena bench gpu demo docs screens wheel clean

@@ -35,7 +35,7 @@ GLYPHS: Sequence[Glyph] = (
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
 _LAST_ENDS = 32
-_BLOCK_ROWS = 256
+_BLOCK_ROWS, _BLOCK_COLUMNS = 256, 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,17 +134,26 @@ def _states(run: Run, lane: Lane) -> Codes:
 
 def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
     """Mark LATE what was issued over 50 ms after the median rank (of about a thousand evenly chosen ranks)."""
-    some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
     ahead = clock_offsets(run, lane)
-    created = np.stack([created_ns(run, lane.members[i], lane.row[i]) for i in some])
-    known = np.where(created > 0, created - ahead[list(some), None], np.nan)
+    for start in range(0, lane.row.shape[1], _BLOCK_COLUMNS):
+        columns = slice(start, start + _BLOCK_COLUMNS)
+        limit = _median_created_ns(run, lane, columns, ahead) + LATE_NS
+        for i, rank in enumerate(lane.members):
+            created = created_ns(run, rank, lane.row[i, columns])
+            block = codes[i, columns]
+            block[(block == DONE) & (created - ahead[i] > limit)] = LATE
+
+
+def _median_created_ns(run: Run, lane: Lane, columns: slice, ahead: Floats) -> Floats:
+    """When the median rank issued each operation of `columns`; infinite where fewer than two ranks say when."""
+    some = range(0, len(lane.members), -(-len(lane.members) // _MEDIAN_OF))
+    created = np.stack([created_ns(run, lane.members[i], lane.row[i, columns]) for i in some])
     enough = (created > 0).sum(axis=0) > 1
-    if not enough.any():
-        return
-    median = np.full(lane.row.shape[1], np.inf)
-    median[enough] = np.nanmedian(known[:, enough], axis=0)
-    for i, rank in enumerate(lane.members):
-        codes[i, (codes[i] == DONE) & (created_ns(run, rank, lane.row[i]) - ahead[i] > median + LATE_NS)] = LATE
+    median = np.full(created.shape[1], np.inf)
+    if enough.any():
+        known = np.where(created > 0, created - ahead[list(some), None], np.nan)
+        median[enough] = np.nanmedian(known[:, enough], axis=0)
+    return median
 
 
 def clock_offsets(run: Run, lane: Lane) -> Floats:

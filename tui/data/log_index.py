@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 4_096
 CONTEXT_BYTES, CONTEXT_LINES = 16_384, 120  # before a line, in which a private key or a block may begin
 # What secrets of several lines have: marks of keys, `key:` and `key: |` of YAML, names beside values, triple quotes.
 _SEVERAL_LINES = re.compile(
-    rb"PRIVATE KEY|Private-Lines|[a-z_.-]{0,20}(?:pass[a-z]{0,10}|secrets?|tokens?|keys?|auth[a-z]{0,10}|cred[a-z]{0,10}|data)"
+    rb"PRIVATE KEY|Private-Lines|(?:pass[a-z]{0,10}|secrets?|tokens?|keys?|auth[a-z]{0,10}|cred[a-z]{0,10}|data)"
     rb"[\"']?[ \t]?[:=][^\n\w]{0,12}\r?\n|(?:name|value)[\"']?[ \t]?[:=]|(?:machine|password)[ \t]|\"{3}|'{3}",
     re.IGNORECASE,
 )
