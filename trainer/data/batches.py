@@ -23,7 +23,7 @@ from titan_ckpt.trainer.config.validation import ValidationConfig
 from titan_ckpt.trainer.data.binary_tokens import open_megatron, open_nanogpt
 from titan_ckpt.trainer.data.chat_source import ChatSource, PairSource
 from titan_ckpt.trainer.data.chat_tokens import ChatFile, ChatKind, cached_chat, chat_rules
-from titan_ckpt.trainer.data.corpus import DocumentReader, list_files
+from titan_ckpt.trainer.data.corpus import DocumentReader, list_shards
 from titan_ckpt.trainer.data.hub import PREFIX
 from titan_ckpt.trainer.data.sample_order import SampleOrder, SampleRef, SourceSize, mix
 from titan_ckpt.trainer.data.shard_stream import StreamOptions, StreamSource
@@ -167,7 +167,7 @@ def _open_streams(config: DataConfig, tokenizer: Tokenizer, *, seed: int, is_wri
             seq_len=config.seq_len, seed=mix(seed, number), shuffle=config.shuffle,
             has_document_masks=config.document_masks, cache=config.cache, is_writer=is_writer, wait_s=wait_s,
         )  # fmt: skip
-        sources.append(StreamSource(list_files(source.url), tokenizer, reader_of(source, config), options))
+        sources.append(StreamSource(list_shards(source.url), tokenizer, reader_of(source, config), options))
     weights = [source.weight for source in config.sources]
     return Dataset(sources, weights, seq_len=config.seq_len, seed=seed, shuffle=False)  # the streams shuffle
 

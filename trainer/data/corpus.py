@@ -19,7 +19,7 @@ from titan_ckpt.errors import DataError, NotFoundError
 from titan_ckpt.location import normalise, redact
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, open_split
+from titan_ckpt.trainer.data.hub import PREFIX, HubSplit, data_files, open_split
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -29,17 +29,19 @@ STDLIB = "python-stdlib"
 STDLIB_SKIPPED = ("site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3")
 SNIFF_BYTES = 8192
 DAMAGED = (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, EOFError)
+Format = Literal["auto", "text", "jsonl", "parquet", "tar"]
 _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file of a corpus. `version` changes when its bytes do."""
+    """A file of a corpus. `version` changes when its bytes do; `format` is what its dataset says that it is."""
 
     store: Store
     path: str
     size_bytes: int
     version: str
+    format: Format = "auto"
 
     @property
     def where(self) -> str:
@@ -51,7 +53,7 @@ class File:
 class DocumentReader:
     """How documents are read from files; counts the skipped lines by file."""
 
-    format: Literal["auto", "text", "jsonl", "parquet", "tar"] = "auto"
+    format: Format = "auto"
     text_field: str = "text"
     bad_line: Literal["stop", "skip"] = "stop"
     skipped_lines: dict[str, int] = field(default_factory=dict)
@@ -82,6 +84,24 @@ def list_files(url: str) -> Sequence[File | HubSplit]:
             f"data: nothing at {redact(url)}; give a file, a folder, a glob such as corpus/*.jsonl.zst, or {STDLIB}"
         )
     return [File(store=store, path=e.path, size_bytes=e.size_bytes, version=e.version) for e in entries]
+
+
+def list_shards(url: str) -> Sequence[File | HubSplit]:
+    """As `list_files`, but a split of `datasets:NAME` as its data files, sorted by path, which are not loaded."""
+    if not url.startswith(PREFIX):
+        return list_files(url)
+    kind, urls = data_files(url)
+    files = []
+    for folder in sorted({file.rpartition("/")[0] for file in urls}):
+        store = open_store(folder)
+        wanted = {file.rpartition("/")[2] for file in urls if file.rpartition("/")[0] == folder}
+        entries = [entry for entry in store.list() if entry.path in wanted]
+        if missing := wanted - {entry.path for entry in entries}:
+            raise DataError(f"{url}: {store.where(min(missing))} is not there; the dataset lists it")
+        files += [
+            File(store=store, path=e.path, size_bytes=e.size_bytes, version=e.version, format=kind) for e in entries
+        ]
+    return files
 
 
 def split_glob(url: str) -> tuple[str, str]:
@@ -125,6 +145,12 @@ def _stdlib_files() -> list[File]:
                     version = str(entry.size_bytes)
                     files.append(File(store=store, path=entry.path, size_bytes=entry.size_bytes, version=version))
     return files
+
+
+def kind_of(file: File, reader: DocumentReader) -> Literal["text", "jsonl", "parquet", "tar"]:
+    """What a file is read as: as the config says, as its dataset says, or by its name."""
+    asked = reader.format if reader.format != "auto" else file.format
+    return asked if asked != "auto" else format_of(file.path)
 
 
 def format_of(path: str) -> Literal["text", "jsonl", "parquet", "tar"]:

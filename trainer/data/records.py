@@ -20,7 +20,7 @@ from titan_ckpt.trainer.data.corpus import (
     DocumentReader,
     File,
     StoreStream,
-    format_of,
+    kind_of,
     open_unpacked,
 )
 from titan_ckpt.trainer.data.hub import HubSplit
@@ -35,8 +35,7 @@ def read_documents(file: File | HubSplit, reader: DocumentReader) -> Iterator[by
     if isinstance(file, HubSplit):
         yield from file.documents(reader.text_field)
         return
-    kind = reader.format if reader.format != "auto" else format_of(file.path)
-    if kind == "text":
+    if kind_of(file, reader) == "text":
         yield from _whole(file)
         return
     for number, record in read_records(file, reader):
@@ -79,7 +78,7 @@ def read_records(file: File | HubSplit, reader: DocumentReader) -> Iterator[tupl
 
 
 def _kind(file: File, reader: DocumentReader) -> str:
-    kind = reader.format if reader.format != "auto" else format_of(file.path)
+    kind = kind_of(file, reader)
     return "jsonl" if kind == "text" else kind
 
 
