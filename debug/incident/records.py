@@ -346,15 +346,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What one rank was doing. `frame` is the user's line, `call` the library call it waits in, `signal` what killed it;
-    `detail` is the subtype of a verdict on it."""
+    """What one rank was doing, at the user's line `frame`. `detail` is the subtype of a verdict on it."""
 
     rank: int
     kind: RankState
     detail: Subtype = Subtype.NONE
     frame: Frame | None = None
-    call: str = ""
-    signal: str = ""
+    call: str = ""  # of a library, in which it waits
+    signal: str = ""  # which killed it
     evidence: tuple[Evidence, ...] = ()
     confidence: float = 0.0
 
