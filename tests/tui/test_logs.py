@@ -16,7 +16,7 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import LogFile, find_content
 from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_filter import LogQuery, views
+from titan_ckpt.tui.data.log_filter import LogQuery, fold, views
 from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, cheap_mask, lines_by_time, load_logs, search
 from titan_ckpt.tui.screens.logs import LogsPane
@@ -262,3 +262,29 @@ def test_an_empty_log_has_no_lines(tmp_path: Path) -> None:
     assert len(index) == 0
     assert found(index, "x") == []
     assert index.order.dtype == np.int32
+
+
+def folded(folder: Path, lines: dict[int, str]) -> list[tuple[str, tuple[int, ...]]]:
+    for rank, text in lines.items():
+        (folder / f"rank_{rank:05}.log").write_text(text)
+    content = find_content(str(folder))
+    index = load_logs(LogFiles(content.store, content.logs))
+    view, ranks = fold(index, index.order)
+    return [(index.read(int(place)).text, ranks.get(i, ())) for i, place in enumerate(view)]
+
+
+def test_only_lines_that_say_the_same_are_folded(tmp_path: Path) -> None:
+    """Another loss, another step or another awaited rank is another line; who wrote it and when are not."""
+    line = "2026-11-21 07:46:5{rank},000 INFO [rank {rank} tp{rank}] "
+    texts = ("starting at step 7", "loss 2.{rank}", "waits for rank 9{rank}")
+    lines = {rank: "".join(f"{line}{text}\n".format(rank=rank) for text in texts) for rank in (0, 1)}
+    lines_shown = folded(tmp_path, lines)
+    assert [(text.rpartition("] ")[2], ranks) for text, ranks in lines_shown] == [
+        ("starting at step 7", (0, 1)),
+        ("loss 2.0", ()), ("waits for rank 90", ()), ("loss 2.1", ()), ("waits for rank 91", ()),
+    ]  # fmt: skip
+
+
+def test_a_line_that_one_rank_repeats_is_not_lost(tmp_path: Path) -> None:
+    lines_shown = folded(tmp_path, dict.fromkeys((0, 1), "2026-11-21 07:46:50,000 retry\n" * 2))
+    assert [ranks for _, ranks in lines_shown] == [(0, 1), (0, 1)]

@@ -15,7 +15,13 @@ from titan_ckpt.tui.data.log_lines import DAY_MS, LEVELS
 from titan_ckpt.tui.rows import parse_ranks
 
 FOLD_MS, FOLD_LINES = 2_000, 100_000
-_NUMBERS = re.compile(r"\d+(?:\.\d+)?|0x[0-9a-f]+")
+# When and by whom a line was written: the clock, torch's letter and thread, NCCL's host:pid:tid [device], the process,
+# torchrun's bracket, an address.
+_WRITER = re.compile(
+    r"(?:\d{4}-)?\d\d-\d\d[T ](?=\d\d:)|(?<!\w)[IWEF]\d{4} (?=\d\d:)|\d\d:\d\d:\d\d(?:[.,]\d+)?(?: +\d+(?= ))?"
+    r"|[\w.-]+:\d+:\d+ \[\d+\](?= NCCL)|\bpid[ =:]?\d+|\[default\d+\]|0x[0-9a-f]{6,}"
+)
+_RANK = re.compile(r"\brank[ =:]?(\d+)\b(?: [a-z_]+\d+)*\]?", re.IGNORECASE)
 _CLOCK = re.compile(r"(?:(\d{4}-\d\d-\d\d)[T ])?(\d\d?):(\d\d)(?::(\d\d)(?:[.,](\d{1,3}))?)?")
 
 
@@ -104,19 +110,36 @@ def parse_clock(text: str, near_ms: int) -> int | None:
 
 
 def fold(index: LogIndex, view: Positions) -> tuple[Positions, dict[int, tuple[int, ...]]]:
-    """Merge lines of several ranks that differ only in numbers and lie within two seconds."""
+    """Merge lines that several ranks wrote within two seconds, equal but for when and by whom they were written.
+
+    What a rank says twice is two lines: its n-th merges with the n-th of the others.
+    """
     kept: list[int] = []
-    seen: dict[str, tuple[int, int]] = {}
+    groups: dict[str, list[tuple[int, int]]] = {}
+    turns: dict[tuple[str, int | None], int] = {}
     ranks: dict[int, set[int]] = {}
     for position in view.tolist():
         line = index.read(position)
-        key = _NUMBERS.sub("#", line.text)
-        at = seen.get(key)
-        rank = -1 if line.rank is None else line.rank
-        if at is not None and line.time_ms - at[1] <= FOLD_MS:
-            ranks[at[0]].add(rank)
+        key, rank = without_writer(line.text, line.rank), line.rank
+        same, turn = groups.setdefault(key, []), turns.get((key, rank), 0)
+        while turn < len(same) and line.time_ms - same[turn][1] > FOLD_MS:
+            turn += 1
+        turns[key, rank] = turn + 1
+        if turn < len(same) and rank is not None:
+            ranks[same[turn][0]].add(rank)
             continue
-        seen[key] = (len(kept), line.time_ms)
-        ranks[len(kept)] = {rank}
+        same.append((len(kept), line.time_ms))
+        turns[key, rank] = len(same)
+        ranks[len(kept)] = {rank} if rank is not None else set()
         kept.append(position)
     return np.array(kept, np.int32), {place: tuple(sorted(found)) for place, found in ranks.items() if len(found) > 1}
+
+
+def without_writer(text: str, rank: int | None) -> str:
+    """A line without its time, its process and its own rank; every other number stays.
+
+    >>> without_writer("2026-11-21 07:46:55,442 INFO [rank 1 tp1] step 7 waits for rank 2", 1)
+    '# INFO [# step 7 waits for rank 2'
+    """
+    text = _WRITER.sub("#", text)
+    return _RANK.sub(lambda found: "#" if int(found[1]) == rank else found[0], text).replace("##", "#")
