@@ -226,3 +226,52 @@ def test_the_hint_for_a_wrong_folder_names_folders_of_runs(tmp_path: Path) -> No
     (tmp_path / "a" / "b").mkdir(parents=True)
     with pytest.raises(NotFoundError, match="a folder of runs"):
         find_content(str(tmp_path))
+
+
+def damage(step: Path, pattern: str) -> bytes:
+    (file,) = step.rglob(pattern)
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    return before
+
+
+def lines_of(text: str, step: int) -> list[str]:
+    return [line for line in text.splitlines() if f" {step}  " in line or f"!{step:>8}  " in line]
+
+
+async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(saved: Path, tmp_path: Path) -> None:
+    """In the list, its title, the saves beside it, the overview and the preview of prune; until it is verified as whole."""
+    run = shutil.copytree(saved, tmp_path / "run")
+    before = damage(run / "step-00000020", "*.distcp")
+    app = TitanApp(find_content(str(run)), first_screen=7)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await settled(app, pilot)
+        assert "20  committed" in screen_text(app)
+        await press_now(app, pilot, "v")
+        await press_now(app, pilot, "escape")
+        listed = screen_text(app)
+        assert "20  damaged" in listed
+        assert "20  committed" not in listed
+        assert "1 committed · 1 damaged" in listed
+        assert all(" B " not in line for line in lines_of(listed, 20)), "no size of a damaged step"
+        await press_now(app, pilot, "p enter")
+        assert "damaged: 20" in screen_text(app)
+        await press_now(app, pilot, "1")
+        assert "newest committed: step 10" in screen_text(app)
+        app._loader.reload()
+        await settled(app, pilot)
+        await press_now(app, pilot, "7 escape")
+        assert "20  damaged" in screen_text(app), "a new listing keeps what is known"
+        next((run / "step-00000020").rglob("*.distcp")).write_bytes(before)
+        await press_now(app, pilot, "v")
+        await press_now(app, pilot, "escape")
+        assert "2 committed" in screen_text(app)
+
+
+async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
+    damage(run / "step-00000020", "manifest.json")
+    app = TitanApp(find_content(str(run)), first_screen=7)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await settled(app, pilot)
+        assert "20  damaged" in screen_text(app)

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
@@ -53,6 +53,7 @@ UNUSABLE = (StepState.DAMAGED, StepState.NEWER, StepState.UNREADABLE)
 
 
 _TIER_ORDER = tuple(TierName)
+CopyKey: TypeAlias = tuple[str, int, str]
 _BEST = (
     StepState.COMMITTED,
     StepState.FOREIGN,
@@ -74,18 +75,32 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:
-    """A step in one tier; `info` is None for checkpoints of other programs."""
+    """A step in one tier; `info` is None for checkpoints of other programs. `damage`: what a reading of all bytes found."""
 
     step: int
     tier: TierName
     store: Store
     info: CheckpointInfo | None
     size_bytes: int
+    damage: str = ""
 
     @property
     def state(self) -> StepState:
         """State of this copy."""
+        if self.damage:
+            return StepState.DAMAGED
         return StepState(self.info.state) if self.info is not None else StepState.FOREIGN
+
+    @property
+    def problem(self) -> str:
+        """Why it is not usable; "" if nothing is known against it."""
+        return self.damage or (self.info.problem if self.info is not None else "")
+
+    @property
+    def key(self) -> CopyKey:
+        """Names the save: the same step written again is another one."""
+        commit = self.info.commit if self.info is not None else None
+        return normalise(self.store.url), self.step, commit.attempt if commit is not None else str(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +133,14 @@ class RunSteps:
     def find(self, step: int) -> RunStep | None:
         """The step of this number."""
         return next((found for found in self.steps if found.step == step), None)
+
+    def with_damage(self, damage: Mapping[CopyKey, str]) -> RunSteps:
+        """The same steps with what was found by reading them: the listing itself reads no tensor."""
+        steps = (
+            replace(step, copies=tuple(replace(copy, damage=damage.get(copy.key, "")) for copy in step.copies))
+            for step in self.steps
+        )
+        return replace(self, steps=tuple(steps)) if damage else self
 
     def counts(self, joint: str) -> str:
         """Number of steps by state, such as `3 committed`; empty without steps."""

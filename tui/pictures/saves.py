@@ -57,9 +57,10 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
         bar = _BAR * max(round(gap / longest * room), 1) if gap and longest else ""
         stall = value_at(metrics, "save_stall_s", step.step)
         upload = metrics.uploads.get(step.step) if metrics is not None else None
-        size = f"{format_size(step.best.size_bytes) if step.best.size_bytes else '':>9}  " if has_size else ""
         state = "" if step.best.state in (StepState.COMMITTED, StepState.FOREIGN) else str(step.best.state)
-        since, took = format_duration(gap) if gap else state, _seconds(stall)
+        size_bytes = 0 if state else step.best.size_bytes
+        size = f"{format_size(size_bytes) if size_bytes else '':>9}  " if has_size else ""
+        since, took = state or (format_duration(gap) if gap else ""), _seconds(stall)
         role = Role.BAD if is_bad else Role.DIM
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
                   (f"{since:<9}", role), f"  {size}{took:>8}  {_seconds(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip

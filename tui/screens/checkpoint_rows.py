@@ -7,12 +7,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from titan_ckpt.check.diff import Difference, compare
-from titan_ckpt.check.verify import examine
+from titan_ckpt.check.verify import Report, examine
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.units import format_duration, format_size
@@ -115,10 +115,8 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
 
 def _problem(copy: StepCopy, has_tiers: bool) -> str:
     """Problem of a copy, without the run's URL before each path."""
-    if copy.info is None or not copy.info.problem:
-        return ""
-    text = copy.info.problem.replace(f"{copy.store}/", "")
-    return f"{copy.tier}: {text}" if has_tiers else text
+    text = copy.problem.replace(f"{copy.store}/", "")
+    return f"{copy.tier}: {text}" if has_tiers and text else text
 
 
 def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
@@ -187,14 +185,35 @@ class ByteProgress:
             self._show_status(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
 
 
-def verify_rows(copies: Sequence[StepCopy], on_bytes: Callable[[int], None], width: int) -> Iterator[Row]:
-    """Read and verify every byte of each copy."""
-    for copy in copies:
-        started, where = time.monotonic(), f" in the {copy.tier} tier" if copy.tier else ""
-        report = examine(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
-        problems = report.problems
-        took = format_duration(time.monotonic() - started)
-        yield head(f"step {copy.step}{where}: {counted(len(problems), 'problem')} ({took})")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What a reading of every byte of a copy found."""
+
+    copy: StepCopy
+    report: Report
+    took_s: float
+
+    @property
+    def damage(self) -> str:
+        """What the list says of the copy; "" if nothing is wrong."""
+        problems = self.report.problems
+        more = f" (and {len(problems) - 1:,} more; `v` lists them)" if len(problems) > 1 else ""
+        return f"{problems[0]}{more}" if problems else ""
+
+
+def verified(copy: StepCopy, on_bytes: Callable[[int], None]) -> Verified:
+    """Read and verify every byte of a copy."""
+    started = time.monotonic()
+    report = examine(f"{copy.store.url}@{copy.step}", read_data=True, on_bytes=on_bytes)
+    return Verified(copy=copy, report=report, took_s=time.monotonic() - started)
+
+
+def verify_rows(found: Sequence[Verified], width: int) -> Iterator[Row]:
+    """The problems of each copy, or that it is intact."""
+    for each in found:
+        copy, report, problems = each.copy, each.report, each.report.problems
+        where = f" in the {copy.tier} tier" if copy.tier else ""
+        yield head(f"step {copy.step}{where}: {counted(len(problems), 'problem')} ({format_duration(each.took_s)})")
         for problem in problems:
             for i, line in enumerate(wrapped(str(problem), width, "  ")):
                 yield row((line, Role.BAD), is_problem=i == 0)
@@ -270,6 +289,9 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
         yield from (row(f"  step {info.step}") for info in gone)
         if pins:
             yield row((f"  pinned, kept: {ranks_text(sorted(pins))}", Role.DIM))
+        bad = sorted({step for step, copy in copies.items() if copy.damage} - {info.step for info in gone})
+        if bad:
+            yield row((f"  ! kept and counted as whole, but damaged: {ranks_text(bad)}", Role.BAD), is_problem=True)
         command = f"titan-ckpt prune {display_url(tier.url)} --keep-last {policy.keep_last}{every}"
         yield from _command_rows(command, width)
 

@@ -10,13 +10,14 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import DamagedError, TitanError
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.data.runs import StepCopy, StepState, TierName
+from titan_ckpt.tui.data.runs import CopyKey, StepCopy, StepState, TierName
 from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     ByteProgress,
+    Verified,
     cut_rows,
     display_url,
     error_rows,
@@ -28,6 +29,7 @@ from titan_ckpt.tui.screens.checkpoint_rows import (
     step_rows,
     tensor_diff_rows,
     tensor_rows,
+    verified,
     verify_rows,
 )
 from titan_ckpt.tui.session.session import Session
@@ -92,8 +94,10 @@ class CheckpointsPane(Pane):
         if known is None:
             self._look_into(step)
             return [row((f"reading step {step} ...", Role.DIM))]
-        if isinstance(known, str):
-            return error_rows(known, space.width)
+        listed = found.find(step)
+        damage = listed.best.damage if listed is not None else ""
+        if damage or isinstance(known, str):
+            return error_rows(damage or str(known), space.width)
         return checkpoint_rows(known, metrics, space.width)
 
     def _look_into(self, step: int) -> None:
@@ -225,9 +229,17 @@ class CheckpointsPane(Pane):
         elif link.name and self._answer is None:
             self._show(answer=cut_rows(self._opened, link.name))
 
-    @staticmethod
-    def _open(copy: StepCopy) -> Checkpoint:
-        return open_checkpoint(copy.store.url, step=copy.step, store=copy.store)
+    def _open(self, copy: StepCopy) -> Checkpoint:
+        """Runs in a thread. What cannot be opened because it is damaged is marked in the list."""
+        try:
+            return open_checkpoint(copy.store.url, step=copy.step, store=copy.store)
+        except DamagedError as error:
+            self.app.post_message(tasks.TaskOutput({copy.key: str(error)}, self._note_damage))
+            raise
+
+    def _note_damage(self, found: dict[CopyKey, str]) -> None:
+        self.session.note_damage(found)
+        self.update_rows()
 
     # -- actions on a step
 
@@ -302,11 +314,15 @@ class CheckpointsPane(Pane):
     def action_verify(self) -> None:
         width = self.body.line_width
 
-        def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Row]:
+        def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Verified]:
             progress = ByteProgress(show_progress, sum(copy.size_bytes for copy in copies))
-            return list(verify_rows(copies, progress.add, width))
+            return [verified(copy, progress.add) for copy in copies]
 
-        self._ask_of_step("verifying", work, self._answer_with)
+        def done(found: list[Verified]) -> None:
+            self.session.note_damage({each.copy.key: each.damage for each in found})
+            self._answer_with(list(verify_rows(found, width)))
+
+        self._ask_of_step("verifying", work, done)
 
     def action_diff(self) -> None:
         pinned = self._pinned_step

@@ -131,14 +131,15 @@ class SessionLoader:
         part, former = self._session.checkpoints, self._session.checkpoints.value
 
         def others() -> None:
+            self._session.mark_damage()
             found = part.value
             if found is not None and found.unread:
-                self._load(part, lambda: load_others(found))
+                self._load(part, lambda: load_others(found), after=self._session.mark_damage)
 
         if former is None:
             self._load(part, lambda: load_steps(content.store), after=others)
         else:
-            self._load(part, lambda: load_others(load_steps(content.store)))
+            self._load(part, lambda: load_others(load_steps(content.store)), after=self._session.mark_damage)
 
     def _load_logs(self, content: Content) -> None:
         former = self._session.logs.value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,7 +11,7 @@ from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.data.runs import RunSteps, RunSummary
+from titan_ckpt.tui.data.runs import CopyKey, RunSteps, RunSummary
 
 T = TypeVar("T")
 
@@ -50,6 +50,18 @@ class Session:
     pinned: int | None = None
     is_following: bool = False
     looked_s: float = 0.0
+    damage: dict[CopyKey, str] = field(default_factory=dict)
+
+    def note_damage(self, found: Mapping[CopyKey, str]) -> None:
+        """Keep what a verification found, "" for an intact copy, and mark the listed steps."""
+        self.damage.update(found)
+        self.mark_damage()
+        self.checkpoints.version += 1
+
+    def mark_damage(self) -> None:
+        """Mark the steps of a new listing."""
+        if self.checkpoints.value is not None:
+            self.checkpoints.value = self.checkpoints.value.with_damage(self.damage)
 
     def select(self, group: str | None, seq: int | None) -> None:
         """Select an operation; None keeps the current group, and its operation."""
