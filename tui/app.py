@@ -33,7 +33,7 @@ from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.terminal import has_shell
 from titan_ckpt.tui.widgets.line_view import LineView
-from titan_ckpt.tui.widgets.looks import AsciiFilter, is_ascii_terminal
+from titan_ckpt.tui.widgets.looks import AsciiFilter, ColourlessFilter, is_ascii_terminal
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.prompt import Prompt
 
@@ -80,7 +80,7 @@ class TitanApp(App[None]):
         driver_class: type[Driver] | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
-        self._ascii = AsciiFilter(enabled=is_ascii_terminal())
+        self._colourless, self._ascii = ColourlessFilter(self.no_color), AsciiFilter(is_ascii_terminal())
         self.theme = theme
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)
@@ -93,8 +93,8 @@ class TitanApp(App[None]):
         self._working: list[str] = []
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Textual's filters, and plain characters on a terminal that has no others."""
-        return [*super().get_line_filters(), *([self._ascii] if self._ascii.enabled else [])]
+        """Textual's filters, no colour with NO_COLOR, and plain characters on a terminal that has no others."""
+        return [*super().get_line_filters(), *(each for each in (self._colourless, self._ascii) if each.enabled)]
 
     def compose(self) -> ComposeResult:
         yield TabBar()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import re
 import string
 import sys
@@ -21,7 +22,7 @@ from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.driver import driver_after
 from titan_ckpt.tui.screenshot import write_screenshot
-from titan_ckpt.tui.terminal import ask_background, fitting_theme
+from titan_ckpt.tui.terminal import UNUSABLE, ask_background, fitting_theme
 
 _EPILOG = """\
 examples:
@@ -97,6 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.screenshot and not has_terminal:
         raise UsageError(
             "titan-ckpt tui needs a terminal; use `titan-ckpt debug PATH` for text or `--screenshot FILE.svg` for a picture"
+        )
+    if not arguments.screenshot and os.environ.get("TERM") in UNUSABLE:
+        raise UsageError(
+            f"titan-ckpt tui cannot draw on a terminal with TERM={os.environ['TERM']}; use `titan-ckpt debug PATH` for text, "
+            "`--screenshot FILE.svg` for a picture, or set TERM to what the terminal is, such as xterm"
         )
     content = find_content(arguments.path)
     if arguments.screenshot:

@@ -16,18 +16,19 @@ ANSWER_S = 0.25
 _ASK = b"\x1b]11;?\x1b\\\x1b[c"  # the background, then what every terminal answers: no need to wait for silence
 _COLOUR = re.compile(rb"\x1b\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})")
 _LAST = re.compile(rb"\x1b\[\?[\d;]*c")
+UNUSABLE = ("dumb", "unknown")  # values of TERM: the cursor cannot be moved
 _POOR = ("linux", "vt100", "vt220", "ansi", "cons25")
 
 
 def fitting_theme(answer: float | None) -> str:
-    """The theme that fits the terminal: light or dark, with the terminal's own colours where it has 16 or fewer.
+    """The theme that fits the terminal: light or dark, with the terminal's own colours if it has 16 or fewer, or shall have none.
 
     `answer`: the lightness of the background as the terminal says, else COLORFGBG counts (rxvt and Konsole set it).
     """
     name = os.environ.get("TERM", "")
     has_few = name in _POOR or name.endswith("-16color")
     is_light = answer > 0.5 if answer is not None else os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
-    if has_few and not os.environ.get("COLORTERM"):
+    if (has_few and not os.environ.get("COLORTERM")) or "NO_COLOR" in os.environ:
         return "ansi-light" if is_light else "ansi-dark"
     return "textual-light" if is_light else "textual-dark"
 
@@ -40,7 +41,7 @@ def ask_background(timeout_s: float = ANSWER_S) -> tuple[float | None, bytes]:
     """
     try:
         descriptor = sys.stdin.fileno()
-        is_terminal = os.isatty(descriptor) and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        is_terminal = os.isatty(descriptor) and sys.stdout.isatty() and bool(os.environ.get("TERM"))
         if not is_terminal or select.select([descriptor], [], [], 0)[0]:
             return None, b""
         before = termios.tcgetattr(descriptor)

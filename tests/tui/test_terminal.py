@@ -47,13 +47,17 @@ def test_a_hang_is_traced_to_its_line(kind: str, tmp_path: Path) -> None:
         assert terminal.ended_with() == 0
 
 
+COLOUR = re.compile(rb"\x1b\[(?:[\d;:]*[;:])?(?:[349][0-8]|10[0-7])[;:m]")
+
+
 def hues(raw: bytes) -> set[bytes]:
     """All painted colours as red;green;blue."""
     return {match.group(1) for match in re.finditer(rb"[34]8;2;(\d+;\d+;\d+)", raw)}
 
 
 @pytest.mark.parametrize(
-    ("environment", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb", "NO_COLOR": "1"}, False)]
+    ("environment", "is_coloured"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "vt100", "NO_COLOR": "1"}, False)],
 )
 def test_every_mark_is_there_with_and_without_colour(
     environment: dict[str, str], is_coloured: bool, tmp_path: Path
@@ -63,13 +67,45 @@ def test_every_mark_is_there_with_and_without_colour(
         screen = see(terminal, "waiting in a collective")
         for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "ww!w", "culprit: rank 2"):
             assert mark in screen
-        assert any(len(set(hue.split(b";"))) > 1 for hue in hues(terminal.raw)) == is_coloured, (
-            "without colour: greys only"
-        )
+        assert bool(hues(terminal.raw)) == is_coloured
         terminal.press("2")
         assert "#" in see(terminal, "[2 Grid]")
+        terminal.press("?")
+        see(terminal, "everywhere")
+        assert bool(COLOUR.search(terminal.raw)) == is_coloured, "neither a grey nor one of the terminal's colours"
+        terminal.press(ESCAPE)
+        wait_until(terminal, lambda: "everywhere" not in terminal.text())
         terminal.press("q")
         assert terminal.ended_with() == 0
+
+
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C"}, {"LC_ALL": "POSIX"}, {"LC_ALL": "", "LANG": "C"}])
+def test_in_the_locale_c_every_byte_is_ascii(locale: dict[str, str], tmp_path: Path) -> None:
+    """Python itself would write UTF-8."""
+    with opened("pty", INCIDENTS / "skip", tmp_path, **locale) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "SKIPPED_COLLECTIVE")
+        for number in "2345678":
+            terminal.press(number)
+            see(terminal, f"[{number} ")
+        terminal.press("?")
+        see(terminal, "everywhere")
+        terminal.press(ESCAPE)
+        wait_until(terminal, lambda: "everywhere" not in terminal.text())
+        terminal.press("q")
+        assert terminal.ended_with() == 0
+        assert terminal.raw.isascii()
+
+
+@pytest.mark.parametrize("name", ["dumb", "unknown"])
+def test_a_terminal_without_a_cursor_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    with opened("pty", INCIDENTS / "skip", tmp_path, TERM=name) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        assert terminal.ended_with() == 2
+        terminal.text()
+        assert b"titan-ckpt debug PATH" in terminal.raw
+        assert b"--screenshot" in terminal.raw
+        assert b"\x1b" not in terminal.raw
 
 
 def test_a_terminal_that_says_it_is_light_gets_a_light_theme(tmp_path: Path) -> None:
@@ -146,7 +182,7 @@ def test_an_answer_that_comes_late_is_no_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [("xterm-256color", (120, 36)), ("screen", (60, 16)), ("linux", (200, 60)), ("dumb", (40, 12))]
+    ("name", "size"), [("xterm-256color", (120, 36)), ("screen", (60, 16)), ("linux", (200, 60)), ("vt100", (40, 12))]
 )
 def test_nothing_is_lost_on_any_terminal(name: str, size: tuple[int, int], tmp_path: Path) -> None:
     """Bracketed paste, a paste without brackets, a click, a wheel, other sizes; at the end the terminal is as before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,9 +130,26 @@ _ASCII = {
 }  # fmt: skip
 
 
+_COERCED = ("C.UTF-8", "C.utf8", "UTF-8")
+
+
 def is_ascii_terminal() -> bool:
-    """Whether the terminal's encoding has no characters but ASCII or those of one byte."""
+    """Whether the locale is C, or the terminal's encoding has no characters but ASCII or those of one byte.
+
+    In the locale C Python writes UTF-8 all the same (PEP 540), and sets LC_CTYPE (PEP 538). Without any locale UTF-8 is assumed.
+    """
+    names = ("LC_ALL", "LANG") if os.environ.get("LC_CTYPE") in _COERCED else ("LC_ALL", "LC_CTYPE", "LANG")
+    if next((value for name in names if (value := os.environ.get(name))), "") in ("C", "POSIX"):
+        return True
     return not (getattr(sys.__stdout__, "encoding", "") or "ascii").lower().startswith("utf")
+
+
+class ColourlessFilter(LineFilter):
+    """For NO_COLOR: bold, underline and reverse are left; the terminal's own colours are. Textual alone would paint greys."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        del background
+        return [Segment(text, style and style.without_color, control) for text, style, control in segments]
 
 
 class AsciiFilter(LineFilter):
