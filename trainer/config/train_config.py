@@ -121,6 +121,7 @@ class SaveConfig:
     keep_every: int = 0  # with keep_last: also keep steps that are multiples of this
     codec: Literal["raw", "planes-zstd"] = "raw"  # planes-zstd compresses
     incremental: bool = False  # reuse unchanged chunks of earlier checkpoints
+    compile_cache: bool = False  # keep what mesh.compile made: a resumed run executes it, so only in stores you trust
     timeout_s: float = 1800.0  # for exchanges between ranks; must exceed the longest upload
     grace_s: float = 300.0  # for the last checkpoint after SIGTERM or SIGINT
 
@@ -265,6 +266,8 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError(
             "save.keep_every is set, but save.keep_last = 0 keeps every checkpoint anyway; set keep_last too"
         )
+    if config.save.compile_cache and not (config.save.url and config.mesh.compile):
+        raise ConfigError("save.compile_cache keeps what mesh.compile = true makes, at save.url; set both, or neither")
     _check_tiers(config.save)
     for name, url in (
         ("save.url", config.save.url),

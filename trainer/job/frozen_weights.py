@@ -1,13 +1,14 @@
-"""Weights that a run reads and does not train: the base of its adapters, and its frozen models.
+"""Weights that a run does not train: those that `train.freeze` names, the base of its adapters, and its frozen models.
 
-No checkpoint of the run has them, so each records which they were (`FrozenWeights`), and a start reads the same ones again: the
-recorded step, where the URL names none, and by the digest of the values, which other files with the same values have too.
+No checkpoint of the run has the last two, so each records which they were (`FrozenWeights`), and a start reads the same ones
+again: the recorded step, where the URL names none, and by the digest of the values, which other files with the same values have.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +28,21 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 
 log = logging.getLogger(__name__)
 MODELS = "frozen"  # in the training record: frozen models by name
+
+
+def freeze(parallelized: Parallelized, patterns: Sequence[str], control: ControlGroup) -> None:
+    """Exclude weights whose names match a glob from training; ConfigError for a glob that matches nothing on any rank."""
+    names = parallelized.named_parameters()
+    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    counts = control.all_reduce_max([len(found) for found in matched.values()] or [0])
+    for pattern, count in zip(matched, counts, strict=False):  # one 0 if there are no patterns
+        if not count:
+            raise ConfigError(f"train.freeze: {pattern!r} matches no weight; one is called {next(iter(names))}")
+    frozen = {name for found in matched.values() for name in found}
+    for name in frozen:
+        names[name].requires_grad_(False)
+    if frozen:
+        log.info("frozen: %d of %d weights of this rank", len(frozen), len(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

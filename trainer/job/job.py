@@ -49,7 +49,7 @@ class Job:
 
     config: TrainConfig
     config_record: dict[str, Any]
-    assets: dict[str, bytes]
+    assets: Callable[[], dict[str, bytes]]  # of this rank, as of now
     frozen: Mapping[str, Any]  # weights of others, as each checkpoint records them
     parallelized: Parallelized
     loss: Loss

@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titan_ckpt.errors import TitanError
 from titan_ckpt.trainer.data.batches import Batch, BatchLoader
-from titan_ckpt.trainer.data.shard_stream import counts_asset
 from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.own_parts import run_own_step
@@ -200,7 +199,7 @@ class Loop:
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer) | job.hooks.kept(),
             step=progress.step, training=record, config=job.config_record,
-            assets=job.assets | counts_asset(job.dataset.sources),
+            assets=job.assets(),
         )  # fmt: skip
         self.saved_step = progress.step
         self.meter.add_stall(pending.stall_s)

@@ -23,6 +23,7 @@ from titan_ckpt.trainer.config.model_from import means_the_same
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
+from titan_ckpt.trainer.launch.compile_cache import ASSET as COMPILED
 from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.lora import adapters_of, check_whole
 from titan_ckpt.trainer.model.plan import Plan
@@ -281,7 +282,7 @@ def kept_assets(start: Start, tokenizer: bytes | None) -> dict[str, bytes]:
     """
     assets: dict[str, bytes] = {}
     if start.checkpoint is not None:
-        assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets}
+        assets = {name: start.checkpoint.asset(name) for name in start.checkpoint.manifest.assets if name != COMPILED}
         if assets.get(TOKENIZER) != tokenizer:
             assets = {name: data for name, data in assets.items() if _OF_ANY_TOKENIZER.fullmatch(name)}
     return assets if tokenizer is None else assets | {TOKENIZER: tokenizer}

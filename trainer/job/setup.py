@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact
 from titan_ckpt.saving.options import no_steps
 from titan_ckpt.saving.saver import SaveOptions, Saver
@@ -21,14 +19,14 @@ from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.data.batches import BatchShape, Dataset, open_dataset, unigram_entropy
 from titan_ckpt.trainer.data.chat_source import ChatSource
 from titan_ckpt.trainer.data.chat_template import template_assets
-from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, recall_counts
+from titan_ckpt.trainer.data.shard_stream import ASSET, StreamSource, counts_asset, recall_counts
 from titan_ckpt.trainer.data.token_source import TokenSource
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.job.changed_settings import check_settings
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
-from titan_ckpt.trainer.job.frozen_weights import frozen_record, load_base
+from titan_ckpt.trainer.job.frozen_weights import freeze, frozen_record, load_base
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
 from titan_ckpt.trainer.job.own_parts import HookCalls, preparation
@@ -51,6 +49,7 @@ from titan_ckpt.trainer.job.resume import (
 )
 from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
 from titan_ckpt.trainer.job.validation import Prepared, Validation, batches_of, validation_sets
+from titan_ckpt.trainer.launch.compile_cache import CompileCache
 from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
@@ -107,19 +106,19 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
     with ExitStack() as stack:
         control = ControlGroup(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
         data = open_data(config, control, is_writer=context.process.local_rank == 0)
-        dataset, tokenizer = data.dataset, data.tokenizer
         metrics = _open_metrics(context, logging_)
         stack.callback(metrics.close)
         names = [os.path.basename(folder.log(context.rank))] + ([METRICS, TRACE] if context.rank == 0 else [])
         stack.callback(lambda: upload_logs(folder, config.save.tiers, names))
         start = find_start(config.resume, config.save.tiers, control, config.model)
-        changed = _check_start(config, start, dataset)
+        changed = _check_start(config, start, data.dataset)
         stack.enter_context(determinism(config.train.deterministic))
+        compiled = _open_compiled(context, start, control) if config.save.compile_cache else None
         parallelized = build_model(context)
         base = load_base(config.resume.from_, start, parallelized, control) if config.lora.rank else None
         freeze(parallelized, config.train.freeze, control)
         hooks = HookCalls(config.extension.hooks)
-        optimizer, progress = _begin(config, parallelized, start, dataset.fingerprint, control, hooks)
+        optimizer, progress = _begin(config, parallelized, start, data.dataset.fingerprint, control, hooks)
         losses = _loss_check(context, start, progress.step, is_same_run=start.is_own and not changed)
         exporter = saver = None
         if config.export.every and context.rank == 0:
@@ -130,12 +129,12 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         prepare = preparation(config, start, parallelized, control)
         job = Job(
             config=config, config_record=as_dict(config),
-            assets=kept_assets(start, tokenizer) | _chat_assets(config) if context.rank == 0 else {},
+            assets=_assets(context, start, data, compiled),
             parallelized=parallelized, loss=config.loss, optimizer=optimizer,
             frozen=frozen_record(base, prepare.read), prepare=prepare.run, hooks=hooks,
             loss_check=control.broadcast(losses),
             validation=open_validation(config, parallelized, control, data, prepare.run),
-            dataset=dataset, saver=saver, exporter=exporter,
+            dataset=data.dataset, saver=saver, exporter=exporter,
             control=control, stop=stop, phases=phases, inspection=_inspection(context), metrics=metrics,
             upload_logs=lambda: upload_logs(folder, config.save.tiers, names),
         )  # fmt: skip
@@ -301,6 +300,28 @@ def open_data(config: TrainConfig, control: ControlGroup, *, is_writer: bool) ->
     return Data(dataset=dataset, sets=sets, tokenizer=tokenizer.to_json())
 
 
+def _open_compiled(context: RankContext, start: Start, control: ControlGroup) -> CompileCache:
+    """What the compiler makes in this run, with what the start has of it; collective."""
+    cache = CompileCache(context.config.save.url)
+    if context.process.local_rank == 0 and start.checkpoint is not None:
+        cache.fill(start.checkpoint)
+    control.barrier()
+    return cache
+
+
+def _assets(
+    context: RankContext, start: Start, data: Data, compiled: CompileCache | None
+) -> Callable[[], dict[str, bytes]]:
+    """What this rank saves beside the tensors: rank 0 what never changes and what is compiled, each the counts of its streams."""
+    config, is_first = context.config, context.rank == 0
+    kept = kept_assets(start, data.tokenizer) | _chat_assets(config) if is_first else {}
+
+    def now() -> dict[str, bytes]:
+        return kept | counts_asset(data.dataset.sources) | (compiled.asset() if compiled and is_first else {})
+
+    return now
+
+
 def _chat_assets(config: TrainConfig) -> dict[str, bytes]:
     """The chat template of a run on conversations."""
     if config.extension.data is not None or all(source.format != "chat" for source in config.data.sources):
@@ -326,21 +347,6 @@ def _write_trace(context: RankContext, phases: Phases, control: ControlGroup) ->
     if context.rank == 0 and phases.spans:
         write_trace(path, gathered)
         log.info("trace of steps %d to %d: %s", phases.steps.start, phases.steps.stop - 1, path)
-
-
-def freeze(parallelized: Parallelized, patterns: Sequence[str], control: ControlGroup) -> None:
-    """Exclude weights whose names match a glob from training; ConfigError for a glob that matches nothing on any rank."""
-    names = parallelized.named_parameters()
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
-    counts = control.all_reduce_max([len(found) for found in matched.values()] or [0])
-    for pattern, count in zip(matched, counts, strict=False):  # one 0 if there are no patterns
-        if not count:
-            raise ConfigError(f"train.freeze: {pattern!r} matches no weight; one is called {next(iter(names))}")
-    frozen = {name for found in matched.values() for name in found}
-    for name in frozen:
-        names[name].requires_grad_(False)
-    if frozen:
-        log.info("frozen: %d of %d weights of this rank", len(frozen), len(names))
 
 
 def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> None:
