@@ -78,6 +78,14 @@ def looks_quiet(run: Run) -> bool:
     return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
 
 
+def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
+    """Whether stacks, and no operations, show more than half of the ranks in C++ of torch that may wait for others: whoever took
+    the stacks of a job had a reason to."""
+    if any(record.dumps for record in run.ranks.values()):
+        return False
+    return 2 * sum(state.kind.may_wait for state in states.values()) > len(states)
+
+
 def says_done(run: Run) -> bool:
     """Whether logs say last of all that training is done; how its processes ended they do not show."""
     logs = [record.log for record in run.ranks.values() if record.log] or ([run.job_log] if run.job_log else [])
@@ -142,7 +150,8 @@ def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
 
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
     """INSUFFICIENT_DATA: no culprit; lists waiting ranks, missing ranks, and what evidence would decide."""
-    waiting = {rank for rank, state in states.items() if state.kind.is_waiting}
+    in_torch = stands_in_torch(run, states)
+    waiting = {rank for rank, state in states.items() if state.kind.is_waiting or (in_torch and state.kind.may_wait)}
     waiting |= {edge.waiter for edge in edges}
     unseen = [rank for rank, record in run.ranks.items() if is_absent(record)]
     failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
@@ -153,7 +162,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
         victims=tuple(sorted(waiting)),
         confidence=Basis.UNDECIDED.confidence,
         headline=_fault(run) or _headline(run, unseen, bool(waiting)),
-        suspects=tuple(unseen) if waiting and len(unseen) == 1 else suspects(run),
+        suspects=tuple(unseen) if waiting and len(unseen) == 1 else suspects(run) or _elsewhere(run, states),
         evidence=(
             Evidence(text=counts),
             *facts(run),
@@ -201,17 +210,31 @@ def _timed(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:
 
 
 def _who_waited(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:
-    """Where the ranks waited, those at one place together."""
+    """Where the ranks waited, or may have, those at one place together; then those that were elsewhere."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, state in states.items():
-        if state.kind.is_waiting:
-            places.setdefault((waited_in(run.ranks[rank], state), state.where), []).append(rank)
+        if state.kind.may_wait:
+            places.setdefault((waited_in(run.ranks[rank], state) or state.call, state.where), []).append(rank)
     found = sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_WAITS]
-    return tuple(
-        replace(states[ranks[0]].evidence[0], rank=None, text=f"{rank_list(ranks)} waited in {call or 'a call'}{where}")
+    waited = tuple(
+        replace(
+            states[ranks[0]].evidence[0], rank=None, text=f"{rank_list(ranks)} {_waited(states[ranks[0]], call)}{where}"
+        )
         for (call, where), ranks in found
         if states[ranks[0]].evidence
     )
+    return (*waited, *(states[rank].evidence[0] for rank in _elsewhere(run, states)[:MOST_WAITS]))
+
+
+def _waited(state: Situation, call: str) -> str:
+    return f"waited in {call or 'a call'}" if state.kind.is_waiting else f"may wait in {call or 'torch'}"
+
+
+def _elsewhere(run: Run, states: Mapping[int, Situation]) -> tuple[int, ...]:
+    """The few whose stacks show them in the program's own code while most may wait below torch."""
+    if not stands_in_torch(run, states):
+        return ()
+    return tuple(rank for rank, state in states.items() if state.kind == RankState.ON_CPU and run.ranks[rank].stacks)
 
 
 def _fault(run: Run) -> str:

@@ -8,7 +8,7 @@ from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_inter
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen, starved
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import hang_stack, is_library, main_thread_state, user_frame
+from titan_ckpt.debug.incident.frames import hang_stack, is_library, is_native, main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation
 from titan_ckpt.debug.incident.waits import waited_at_the_end
@@ -54,6 +54,7 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
     frame = user_frame(stack.main.frames, run.wrappers)
     kind, call = main_thread_state(stack.main)
     text = (f"main thread in {frame.function}" + (f" -> {call}" if call else "")) if frame else "main thread"
+    frame = None if frame is not None and is_native(frame) else frame  # no line of the program's
     seen = Evidence.at(frame, text=text, rank=record.rank, source=stack.source)
     is_busy = kind == RankState.ON_CPU
     detail, why = busy_with(record, stack) if is_busy else (Subtype.NONE, None)

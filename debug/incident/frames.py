@@ -40,7 +40,13 @@ _NATIVE_WAITS = re.compile(
     r"cu(?:da)?(?:Stream|Event|Device|Ctx)Synchronize|cu(?:da)?Memcpy|hip\w+(?:Synchronize|Memcpy)|\bnccl\w+|gloo::|c10d::"
     r"|autograd::Engine::|_local_scalar_dense"
 )
+# Of torch's own waits, those for other ranks alone.
+_AWAITS_RANKS = re.compile(
+    r"c10d::(?:\w+::)*\w*(?:[wW]ait|synchronize)\w*(?:$|[(<])|c10d::ProcessGroup\w+::\w*[bB]arrier|gloo::|\bncclGroup"
+)
+_STORE = re.compile(r"c10d::\w*Store")
 _OF_DEVICES = re.compile(r"\blib(?:cuda|cudart|nccl|rccl|amdhip64|hsa-runtime64)\.so")
+_OF_TORCH = re.compile(r"\blib(?:torch\w*|c10\w*)\.so")
 _NATIVE = re.compile(r"<(?:native|.*\.(?:so[\d.]*|dylib|S|c|cc|cpp|cxx|cu|h|hpp|inl))>$")
 _KNOWN_CALLS = frozenset(
     {
@@ -168,6 +174,8 @@ def main_thread_state(main: Thread) -> tuple[RankState, str]:
     if found is not None:
         return found
     user = main.frames[len(within)] if len(within) < len(main.frames) else None
+    if not inside and user is None:
+        return _without_python(within)
     if is_waiting or (not inside and user and _WAITS_FOR_WORK.search(user.text)):
         return RankState.IN_COLLECTIVE, "wait"
     if (inside and _runs_torch(inside[0])) or any(map(_waits_natively, within[: _num_native(within)])):
@@ -175,6 +183,19 @@ def main_thread_state(main: Thread) -> tuple[RankState, str]:
     near = inside[0] if inside else user
     waits = _WAITS.search(near.text) if near else None
     return (RankState.IN_TORCH, waits.group(1)) if waits else (RankState.ON_CPU, "")
+
+
+def _without_python(frames: Sequence[Frame]) -> tuple[RankState, str]:
+    """What a thread is in of which only frames of C and C++ are known, as gdb shows them without CPython's extension."""
+    entry = next((place for place, f in enumerate(frames) if f.function.startswith("_PyEval_EvalFrame")), len(frames))
+    below = frames[:entry]
+    if any(_AWAITS_RANKS.search(frame.function) and not _STORE.search(frame.function) for frame in below):
+        return RankState.IN_COLLECTIVE, "wait"
+    named = (frame for frame in below if _NATIVE_WAITS.search(frame.function))
+    torch = next(named, None) or next(
+        (f for f in below if _OF_DEVICES.search(f.file) or _OF_TORCH.search(f.file)), None
+    )
+    return (RankState.IN_TORCH, torch.function) if torch is not None else (RankState.ON_CPU, "")
 
 
 def _library_frames(main: Thread) -> tuple[Frame, ...]:
