@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from itertools import islice
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -88,20 +89,28 @@ def where(run: Run, top: Verdict) -> list[str]:
 
 
 def commands(run: Run, top: Verdict) -> list[str]:
-    """The exact commands that show more of the ranks to look at, where their hosts and processes are known."""
-    found = []
-    for rank in concerned(run, top):
-        record = run.ranks[rank]
-        if not record.host or not record.pid or record.host.startswith("-"):  # ssh would take that for an option
-            continue
-        has_ended = record.exit is not None or record.process_state == "gone"
-        has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
-        has_ended |= run.launcher is not None and run.launcher.code is not None
-        if has_ended and _may_be_the_hosts(top):
-            found.append(f"ssh {shlex.quote(record.host)} \"dmesg -T | grep -iE 'oom|xid|segfault|killed process'\"")
-        elif not has_ended:
-            found.append(f"ssh {shlex.quote(record.host)} py-spy dump --pid {record.pid}")
-    return list(dict.fromkeys(found))[:MAX_COMMANDS]
+    """The exact commands that show more of the ranks to look at; a comment says where to run one if the host is unknown."""
+    found = (_command(run, run.ranks[rank], top) for rank in concerned(run, top))
+    return list(islice(dict.fromkeys(filter(None, found)), MAX_COMMANDS))
+
+
+def _command(run: Run, record: RankRecord, top: Verdict) -> str:
+    """`ssh node17 py-spy dump --pid 9192`; "" if the process has ended and its host has nothing to tell."""
+    has_ended = record.exit is not None or record.process_state == "gone"
+    has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
+    has_ended |= run.launcher is not None and run.launcher.code is not None
+    if has_ended and not _may_be_the_hosts(top):
+        return ""
+    is_known = bool(record.host) and not record.host.startswith("-")  # ssh would take that for an option
+    whose = "each host of the job" if not record.pid and not has_ended else f"the host of rank {record.rank}"
+    what = _KERNEL_LOG if has_ended else f"py-spy dump --pid {record.pid}" if record.pid else _COLLECT
+    if not is_known:
+        return f"{what}  # on {whose}"
+    return f'ssh {shlex.quote(record.host)} "{what}"' if has_ended else f"ssh {shlex.quote(record.host)} {what}"
+
+
+_KERNEL_LOG = "dmesg -T | grep -iE 'oom|xid|segfault|killed process'"
+_COLLECT = "titan-ckpt debug collect --out stacks"  # finds this user's training processes
 
 
 _OF_HOSTS = (VerdictKind.RANK_DIED, VerdictKind.RANK_FROZEN, VerdictKind.INSUFFICIENT_DATA, VerdictKind.WAIT_CHAIN)

@@ -152,7 +152,13 @@ def test_host_in_a_command_is_quoted(run: Run, host: str) -> None:
 
 def test_host_that_looks_like_an_option_is_no_command(run: Run) -> None:
     evil = replace(run, launcher=None, ranks={**run.ranks, 2: replace(run.ranks[2], host="-oProxyCommand=x")})
-    assert report_json(evil, diagnose(evil))["commands"] == []
+    assert report_json(evil, diagnose(evil))["commands"] == ["py-spy dump --pid 9192  # on the host of rank 2"]
+
+
+def test_rank_without_a_known_process_is_still_looked_for(run: Run) -> None:
+    lost = replace(run, launcher=None, ranks={**run.ranks, 2: replace(run.ranks[2], host="", pid=None)})
+    [command] = report_json(lost, diagnose(lost))["commands"]
+    assert command == "titan-ckpt debug collect --out stacks  # on each host of the job"
 
 
 def test_suspects_are_named_as_such(run: Run) -> None:
