@@ -286,6 +286,8 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
         return (verdict.verdict, verdict.subtype, where.file, where.line) if where and where.file else None
     if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.DEVICE) and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
+    if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.evidence:  # without a traceback: by its text
+        return verdict.subtype, verdict.evidence[0].text
     if verdict.subtype == Subtype.EXIT_CODE:
         return verdict.subtype
     if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:

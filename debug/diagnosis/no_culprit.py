@@ -10,7 +10,15 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
-from titan_ckpt.debug.diagnosis.rank_death import ended_well, is_absent, logged_on, own_exception, was_told
+from titan_ckpt.debug.diagnosis.rank_death import (
+    ended_well,
+    event_evidence,
+    is_absent,
+    last_error,
+    logged_on,
+    own_exception,
+    was_told,
+)
 from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
@@ -155,6 +163,9 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     waiting |= {edge.waiter for edge in edges}
     unseen = [rank for rank, record in run.ranks.items() if is_absent(record)]
     failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
+    errors = {rank: event for rank, record in run.ranks.items() if (event := last_error(record)) is not None}
+    own = tuple(rank for rank, event in errors.items() if not event.kind.is_communication)
+    may_be_dead = own if 2 * len(own) < len(run.ranks) else ()
     chain = tuple(dict.fromkeys((edge.waiter, edge.awaited) for edge in edges if edge.awaited in unseen))
     counts = f"{len(waiting)} ranks wait, {len(unseen)} left nothing, {len(failed)} ended with an error"
     return Verdict(
@@ -162,10 +173,13 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
         victims=tuple(sorted(waiting)),
         confidence=Basis.UNDECIDED.confidence,
         headline=_fault(run) or _headline(run, unseen, bool(waiting)),
-        suspects=tuple(unseen) if waiting and len(unseen) == 1 else suspects(run) or _elsewhere(run, states),
+        suspects=tuple(unseen)
+        if waiting and len(unseen) == 1
+        else suspects(run) or may_be_dead or _elsewhere(run, states),
         evidence=(
             Evidence(text=counts),
             *facts(run),
+            *(event_evidence(event) for event in list(errors.values())[:MOST_WAITS]),
             *_who_waited(run, states),
             *_timed(run, states),
             *_aborted(run),

@@ -62,12 +62,27 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if not _is_own(event):
         return False
+    if "alone" in event.values and not _ended_itself(record):
+        return True
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
-        has_ended_itself = record.exit is not None and record.exit.code != 0 and not record.exit.was_told
-        return hang_stack(record) is not None or not has_ended_itself
+        return hang_stack(record) is not None or not _ended_itself(record)
     return logged_on(record, event) or _works_on(record, event) or _was_told_first(record)
+
+
+def _ended_itself(record: RankRecord) -> bool:
+    """Whether a launcher shows that it failed, and was not told to end."""
+    return record.exit is not None and record.exit.code != 0 and not record.exit.was_told
+
+
+def last_error(record: RankRecord) -> LogEvent | None:
+    """An error without a traceback that is the last thing logged by a rank of which no exit is known: it may have ended of it."""
+    event = next((event for event in reversed(record.events) if "alone" in event.values), None)
+    is_last = (
+        event is not None and record.exit is None and not logged_on(record, event) and not _wrote_on(record, event)
+    )
+    return event if is_last else None
 
 
 ROUTINE_TIMES = 2
@@ -139,8 +154,16 @@ def logged_on(record: RankRecord, event: LogEvent) -> bool:
     log = record.log
     if log is None or "outlived" in event.values:
         return log is not None
+    if "alone" in event.values and _is_own(event) and (_wrote_on(record, event) or _is_habit(record, event)):
+        return True
     is_later = event.source == log.source and max(log.last_step_line, log.done_line) > event.line
     return is_later or (event.time_s is not None and any(time_s > event.time_s for time_s in log.step_times.values()))
+
+
+def _is_habit(record: RankRecord, event: LogEvent) -> bool:
+    """Whether a rank of which no exit is known outlived an error of the same type before."""
+    kin = (other for other in record.events if other.line < event.line and other.source == event.source)
+    return record.exit is None and any(other.values.get("type") == event.values["type"] for other in kin)
 
 
 def _was_told_first(record: RankRecord) -> bool:

@@ -73,7 +73,7 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
 def _by_log(record: RankRecord) -> Situation | None:
     """Without a stack: a rank whose log reports that peers were absent waited for them, and one that a launcher interrupted
     shows in its traceback where it was."""
-    waited = (event for event in record.events if event.kind in _WAITED)
+    waited = (event for event in record.events if event.kind in _WAITED and not _says_nothing(event))
     event = next((event for event in waited if not _got_over(record, event)), None)
     if event is not None:
         kind = (
@@ -103,6 +103,11 @@ def _by_log(record: RankRecord) -> Situation | None:
         ended = Evidence(text="ended normally", rank=record.rank)
         return Situation(rank=record.rank, kind=RankState.FINISHED, evidence=(ended,))
     return None
+
+
+def _says_nothing(event: LogEvent) -> bool:
+    """Whether an error of the communication library is known by its name alone: no call, and neither a timeout nor a peer."""
+    return event.kind == EventKind.COMM_ERROR and "alone" in event.values
 
 
 def _interrupted_alone(run: Run, record: RankRecord) -> Situation | None:

@@ -359,16 +359,17 @@ def _raising_rank(logs: JobLogs) -> int:
     """The one rank that ended as Python does after an uncaught exception, and whose log shows no other error; -1 if there is
     none, or several, or if more than one error is nobody's."""
     raised = {ended.rank for ended in logs.exits if ended.code == UNCAUGHT and not ended.was_told}
-    errors = [event for event in logs.job.events if _is_uncaught(event)] if logs.job else []
+    errors = [event for event in logs.job.events if _is_uncaught(logs.job, event)] if logs.job else []
     if len(raised) != 1 or len(errors) != 1:
         return -1
     rank = raised.pop()
     return -1 if any(log.events for log in logs.ranks.get(rank, ())) else rank
 
 
-def _is_uncaught(event: LogEvent) -> bool:
-    """Whether it is a traceback of the program's own that no log record announced."""
-    is_own = event.kind in (EventKind.EXCEPTION, EventKind.OOM) and event.frame is not None
+def _is_uncaught(job: RankLog, event: LogEvent) -> bool:
+    """Whether it is an error of the program's own that no log record announced: a traceback, or a type after the last step."""
+    is_alone = "alone" in event.values and event.line > job.last_step_line
+    is_own = event.kind in (EventKind.EXCEPTION, EventKind.OOM) and (event.frame is not None or is_alone)
     return is_own and "announced" not in event.values and "handled" not in event.values
 
 
@@ -386,7 +387,7 @@ def _with_meant_ranks(logs: JobLogs) -> JobLogs:
         rank = by_pid.get(int(pid), -1) if pid.isdigit() else -1
         if event.kind == EventKind.COMM_MISMATCH and is_last_word(event):
             rank = aborted
-        elif _is_uncaught(event):
+        elif _is_uncaught(logs.job, event):
             rank = raising
         if rank < 0:
             kept.append(event)

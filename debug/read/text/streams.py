@@ -36,6 +36,10 @@ _DONE = re.compile(
 _FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
+_ALONE = re.compile(
+    r"((?:[A-Za-z_]\w{0,60}\.){0,8}(?:[A-Z]\w{0,60}(?:Error|Exception|Failure|EnforceNotMet)|Exception)"
+    r"|(?:[a-z_]\w{0,60}\.){1,8}[A-Z]\w{0,60}(?=: ))(?:: ?(.*))?\s*$"
+)
 _SUMMARIES = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
 _LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
@@ -177,6 +181,8 @@ class Stream:
             self.is_usage = True
         raised = self._raised(text)
         found = _understood(text, raised, self.frames or ()) or self._refused(text)
+        if found is None and raised is None and self.frames is None and ("rror" in text or "xcept" in text):
+            found = _alone(text)
         if raised is not None and self.is_ignored:
             found, self.is_ignored = None, False
         if found is not None:
@@ -192,7 +198,8 @@ class Stream:
     def _open(self, kind: EventKind) -> None:
         """Note an error of the program's own that it logged: whether the program goes on will be seen."""
         event = (self.last or self.first)[-1]
-        if kind in (EventKind.EXCEPTION, EventKind.OOM) and "announced" in event.values:
+        is_logged = "announced" in event.values or "alone" in event.values
+        if kind in (EventKind.EXCEPTION, EventKind.OOM) and is_logged:
             self.open_errors.append(event)
             self.routine.mark()
 
@@ -328,6 +335,16 @@ def _understood(
     kind = kind_of_error(
         text, is_torch=logged is not None or any("torch/distributed/" in frame.file for frame in frames)
     )
+    return kind, {**values, **details(kind, text)}
+
+
+def _alone(text: str) -> tuple[EventKind, dict[str, str]] | None:
+    """An exception's type and message without a traceback: what a program logs of an error, which it may outlive."""
+    match = _ALONE.match(text)
+    if match is None or match.group(1).endswith(_SUMMARIES):
+        return None
+    values = {"type": match.group(1), "message": (match.group(2) or "")[:400], "alone": "1"}
+    kind = kind_of_error(text)
     return kind, {**values, **details(kind, text)}
 
 

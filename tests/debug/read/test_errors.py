@@ -99,3 +99,83 @@ def test_last_line_of_nccl_names_a_peer(error: str, tmp_path: Path) -> None:
 def test_gpu_errors_of_several_ranks_are_one_verdict(tmp_path: Path) -> None:
     top, _ = judged(tmp_path, STEPS + raised(DEVICE[1], 2) + raised(DEVICE[1], 3))
     assert (top.subtype, top.culprits) == ("device", (2, 3))
+
+
+# ------------------------------------------------------------------------------------- errors without a traceback
+
+AGENT = (
+    "E1124 03:00:01.100000 4000 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: {code}) "
+    "local_rank: {rank} (pid: 90{rank}) of binary: /opt/venv/bin/python\n"
+)
+TOLD = "".join(
+    "W1124 03:00:00.900000 4000 torch/distributed/elastic/multiprocessing/api.py:908] "
+    f"Sending process 90{rank} closing signal SIGTERM\n"
+    for rank in range(3)
+)
+ALONE = [
+    "ValueError: bad shape (3, 4)",
+    "AssertionError",
+    "mypkg.errors.DataCorruption: shard 7",
+    "huggingface_hub.utils._errors.HfHubHTTPError: 503",
+]
+SYSTEM = "RuntimeError: NCCL error: unhandled system error, NCCL version 2.14.3"
+CLOSED = NCCL.format("remote process exited or there was a network error")
+
+
+def alone(rank: int, error: str) -> str:
+    return f"[rank{rank}]: {error}\n"
+
+
+@pytest.mark.parametrize("error", ALONE)
+def test_error_without_traceback_and_exit_code_is_a_death(error: str, tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + alone(3, error) + TOLD + AGENT.format(code=1, rank=3))
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "python_exception", (3,))
+
+
+@pytest.mark.parametrize("error", ALONE)
+def test_last_error_without_exit_code_is_a_suspicion(error: str, tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + alone(3, error))
+    assert (top.verdict, top.culprits, top.suspects) == ("INSUFFICIENT_DATA", (), (3,))
+    assert error in " ".join(item.text for item in top.evidence)
+
+
+@pytest.mark.parametrize("error", [*ALONE, SYSTEM])
+def test_error_after_which_the_rank_trains_is_no_death(error: str, tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + alone(3, error) + STEPS.replace("step ", "step 1"))
+    assert (top.verdict, top.culprits, top.suspects) == ("RUNNING", (), ())
+
+
+def test_error_that_was_outlived_before_is_a_habit(tmp_path: Path) -> None:
+    retry = alone(3, "OSError: read timed out, retrying")
+    top, _ = judged(tmp_path, STEPS + retry + STEPS.replace("step ", "step 1") + retry)
+    assert (top.verdict, top.suspects) == ("RUNNING", ())
+
+
+def test_error_caught_without_steps_accuses_no_victim(tmp_path: Path) -> None:
+    steps = STEPS.replace("step", "batch")
+    victims = "".join(alone(rank, CLOSED) + AGENT.format(code=1, rank=rank) for rank in (0, 1, 3))
+    top, _ = judged(tmp_path, steps + alone(3, "OSError: read failed, using the cache") + victims)
+    assert set(top.culprits) <= {2}
+
+
+def test_peers_closed_connections_are_no_cause_of_an_error(tmp_path: Path) -> None:
+    victims = "".join(alone(rank, CLOSED) for rank in (0, 1))
+    top, _ = judged(tmp_path, STEPS + alone(3, ALONE[0]) + victims + TOLD + AGENT.format(code=1, rank=3))
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (3,))
+
+
+def test_nccl_error_that_says_nothing_accuses_nobody(tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, STEPS + "".join(alone(rank, SYSTEM) for rank in (0, 1, 3)))
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert SYSTEM in " ".join(item.text for item in top.evidence)
+
+
+def test_equal_errors_of_all_ranks_are_one_verdict(tmp_path: Path) -> None:
+    errors = "".join(alone(rank, ALONE[0]) + AGENT.format(code=1, rank=rank) for rank in range(4))
+    top, _ = judged(tmp_path, STEPS + errors)
+    assert top.culprits == (0, 1, 2, 3)
+
+
+def test_nobodys_error_is_of_the_one_rank_that_raised(tmp_path: Path) -> None:
+    top, _ = judged(tmp_path, "step 1\nstep 2\n" + ALONE[0] + "\n" + TOLD + AGENT.format(code=1, rank=3))
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "python_exception", (3,))
