@@ -112,7 +112,7 @@ def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
         text = f"is stuck with the GIL held{where}"
         return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail, confidence=state.confidence, text=text)
     if state.kind == RankState.ON_CPU:
-        text = f"is stuck {_BUSY.get(state.detail, 'in its own code')}{where}, not in any collective"
+        text = f"is stuck {_BUSY.get(state.detail, 'in its own code')}{where}, {state.call or 'not in any collective'}"
         return _Reason(verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail, confidence=state.confidence, text=text)
     if state.kind == RankState.FINISHED:
         return _Reason(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
@@ -152,8 +153,19 @@ def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
             Evidence(
                 text=f"{heard} of {run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"
             ),
+            *_lost_threads(run),
         ),
     )
+
+
+def _lost_threads(run: Run) -> Iterator[Evidence]:
+    """Exceptions that ended a thread, and no process: no fault of the job, but somebody may miss what the thread did."""
+    logs = [*(record.log for record in run.ranks.values() if record.log), *([run.job_log] if run.job_log else [])]
+    lost = (event for log in logs for event in log.events if event.values.get("thread"))
+    for event in islice(lost, MOST_WAITS):
+        text = f"an exception ended the thread {event.values['thread']}, though not the process: {event.text[:160]}"
+        rank = event.rank if event.rank >= 0 else None
+        yield Evidence.at(event.frame, text=text, rank=rank, source=f"{event.source}:{event.line}")
 
 
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:

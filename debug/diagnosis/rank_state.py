@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, logged_on, lost_threads
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen, starved
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import hang_stack, is_library, is_native, main_thread_state, user_frame
+from titan_ckpt.debug.incident.frames import (
+    hang_stack,
+    is_library,
+    is_native,
+    main_thread_state,
+    thread_that_waits,
+    user_frame,
+)
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation
 from titan_ckpt.debug.incident.waits import waited_at_the_end
@@ -22,7 +30,33 @@ _WAITED = (
 def situations(run: Run) -> dict[int, Situation]:
     """Every rank's situation."""
     have_left = any(record.stacks or record.dumps for record in run.ranks.values())
-    return {rank: situation(run, record, others_left_some=have_left) for rank, record in run.ranks.items()}
+    found = {rank: situation(run, record, others_left_some=have_left) for rank, record in run.ranks.items()}
+    return {**found, **_waiting_by_thread(run, found)}
+
+
+def _waiting_by_thread(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:
+    """The ranks that wait for others in a thread beside the main one, in the same operation as others. Where no main thread
+    waits for ranks, those whose main thread waits for a lock. (Else it is the main thread that the others wait for.)"""
+    calls = {state.call for state in states.values() if state.kind.is_waiting}
+    return {
+        rank: there
+        for rank, state in states.items()
+        if state.kind == RankState.ON_CPU and state.call
+        if (there := _in_thread(run, state)) is not None
+        and (there.call in calls or (not calls and state.detail == Subtype.PYTHON_LOCK))
+    }
+
+
+def _in_thread(run: Run, state: Situation) -> Situation | None:
+    """What a rank's thread beside the main one waits in."""
+    stack = hang_stack(run.ranks[state.rank])
+    beside = thread_that_waits(stack) if stack is not None else None
+    if stack is None or beside is None:
+        return None
+    kind, call = main_thread_state(beside)
+    main, thread, *rest = state.evidence
+    frame = user_frame(beside.frames, run.wrappers)
+    return replace(state, kind=kind, call=call, detail=Subtype.NONE, frame=frame, evidence=(thread, main, *rest))
 
 
 def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situation:
@@ -59,6 +93,12 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
     is_busy = kind == RankState.ON_CPU
     detail, why = busy_with(record, stack) if is_busy else (Subtype.NONE, None)
     words = last_words(record) if is_busy else ()
+    beside = thread_that_waits(stack) if is_busy else None
+    there: tuple[Evidence, ...] = ()
+    if beside is not None and (place := user_frame(beside.frames, run.wrappers)) is not None:
+        call = f"its thread {beside.name} in {main_thread_state(beside)[1]} at {place.place}"
+        text = f"thread {beside.name} in {place.function} -> {main_thread_state(beside)[1]}"
+        there = (Evidence.at(place, text=text, rank=record.rank, source=stack.source),)
     return Situation(
         rank=record.rank,
         kind=kind,
@@ -66,7 +106,7 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
         frame=frame,
         call=call,
         confidence=Basis.MAIN_STACK.confidence,
-        evidence=tuple(item for item in (seen, why, *lost_threads(record)[:1], *words) if item),
+        evidence=tuple(item for item in (seen, *there, why, *lost_threads(record)[:1], *words) if item),
     )
 
 

@@ -48,6 +48,8 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Eviden
         return Subtype.GC, Evidence(
             text="the main thread is in garbage collection", rank=record.rank, source=stack.source
         )
+    if any(_ACQUIRES.search(frame.function) for frame in stack.main.frames[:4]):
+        return Subtype.PYTHON_LOCK, None
     near = [frame for frame in stack.main.frames if not is_native(frame)][:8] or stack.main.frames[:8]
     inner = next((i for i, frame in enumerate(near) if not is_library(frame)), 0)
     is_locked = any(f.function in _LOCKED and f.file.endswith("threading.py") for f in near[:inner])
@@ -66,6 +68,9 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Eviden
     return Subtype.PYTHON_LOCK if is_locked else Subtype.USER_CODE, None
 
 
+_ACQUIRES = re.compile(
+    r"^(?:PyThread_acquire_lock|lock_PyThread_acquire|rlock_acquire|acquire_timed)"
+)  # of a lock, in CPython's C
 _LOCKED = ("acquire", "wait", "join", "_wait_for_tstate_lock")
 _HANDED_OVER = ("/queue.py", "/futures/_base.py")  # it waits for another thread's work: what for is the question
 _FILE_LOCK = re.compile(r"\bfcntl\.\w+|\bflock\b|\blockf\b|\bLOCK_[A-Z]+|file_?lock", re.IGNORECASE)

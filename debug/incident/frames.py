@@ -185,6 +185,17 @@ def main_thread_state(main: Thread) -> tuple[RankState, str]:
     return (RankState.IN_TORCH, waits.group(1)) if waits else (RankState.ON_CPU, "")
 
 
+def thread_that_waits(stack: StackSnapshot) -> Thread | None:
+    """The thread of the program's, beside the main one, that waits for other ranks: the main thread may wait for it, or for a
+    lock that it holds."""
+    for thread in stack.threads:
+        if not thread.is_main and any(not is_library(frame) for frame in thread.frames):
+            kind, call = main_thread_state(thread)
+            if kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P) and call:
+                return thread
+    return None
+
+
 def _without_python(frames: Sequence[Frame]) -> tuple[RankState, str]:
     """What a thread is in of which only frames of C and C++ are known, as gdb shows them without CPython's extension."""
     entry = next((place for place, f in enumerate(frames) if f.function.startswith("_PyEval_EvalFrame")), len(frames))

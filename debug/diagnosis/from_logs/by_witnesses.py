@@ -233,7 +233,7 @@ def _suspect(
         op=waited_in(run.ranks[witnesses[0]], first),
         step=run.step_of(rank),
         confidence=(Basis.WITNESSES_AND_LINE if where else Basis.WITNESSES).confidence,
-        headline=f"rank {rank} {suspicion.text}{where}",
+        headline=f"rank {rank} {suspicion.text}{where}" + (f", {state.call}" if where and state.call else ""),
         evidence=(*state.evidence, *first.evidence[:2]),
         chain=tuple((witness, rank) for witness in witnesses),
         next_steps=(

@@ -278,12 +278,11 @@ class Endings:
             self.found.append(Ending(code=code, line=number, local_rank=int(match["rank"]), is_first=True))
         elif match := _DEEPSPEED.search(text):
             self.spawned[int(match["pid"])] = int(match["local"])
+        elif match := _ENDED_WELL.search(text):
+            self.found.append(Ending(code=0, line=number, pid=int(match["pid"])))
         elif match := _LIGHTNING.search(text):
-            self.found.append(
-                Ending(
-                    code=int(match["code"]), line=number, rank=int(match["rank"]), pid=int(match["pid"]), is_first=True
-                )
-            )
+            code, rank = int(match["code"]), int(match["rank"])
+            self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=True))
         elif match := _COMPOSER.match(text):
             code, rank = int(match["code"]), int(match["rank"])
             self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=code > 0))
@@ -354,6 +353,7 @@ _MPI_ABORT = re.compile(
     r"MPI_ABORT was invoked on rank (?P<rank>\d{1,6}) in communicator MPI_COMM_WORLD"
     r"|application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>\d{1,3})\) - process (?P<other>\d{1,6})"
 )
+_ENDED_WELL = re.compile(r"\[launch\.py:\d{1,6}:main\] Process (?P<pid>\d{1,9}) exits successfully\.")
 _DEEPSPEED = re.compile(r"process (?P<pid>\d{1,9}) spawned with command: .{0,900}?--local_rank=(?P<local>\d{1,6})\b")
 _MPI_NAME = re.compile(r"Process name: \[{1,2}[^\s]{1,80},(?P<rank>\d{1,6})\]")
 _MPI_CODE = re.compile(r"Exit code: +(?P<code>\d{1,3})")
