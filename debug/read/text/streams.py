@@ -41,6 +41,8 @@ _ALONE = re.compile(
     r"|(?:[a-z_]\w{0,60}\.){1,8}[A-Z]\w{0,60}(?=: ))(?:: ?(.*))?\s*$"
 )
 _SUMMARIES = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
+_OF_LAUNCHERS = (*_SUMMARIES, "AlgorithmError", "ExecuteUserScriptError", "RayTaskError")
+_WITHOUT_MESSAGE = ("AssertionError", "NotImplementedError")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
 _LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
 _CRASH = re.compile(
@@ -341,7 +343,9 @@ def _understood(
 def _alone(text: str) -> tuple[EventKind, dict[str, str]] | None:
     """An exception's type and message without a traceback: what a program logs of an error, which it may outlive."""
     match = _ALONE.match(text)
-    if match is None or match.group(1).endswith(_SUMMARIES):
+    if match is None or match.group(1).endswith(_OF_LAUNCHERS):
+        return None
+    if match.group(2) is None and match.group(1) not in _WITHOUT_MESSAGE:
         return None
     values = {"type": match.group(1), "message": (match.group(2) or "")[:400], "alone": "1"}
     kind = kind_of_error(text)
