@@ -30,6 +30,7 @@ from titan_ckpt.debug.diagnosis.no_culprit import (
     running,
     says_done,
     stands_in_torch,
+    stands_still,
     undecided,
     went_on,
 )
@@ -100,7 +101,8 @@ def _without_fault(
     stuck = same_operation(run, found_lanes) if not edges and not is_aborted else None
     if stuck is not None:
         return stuck
-    is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values()) or stands_in_torch(run, states)
+    is_waiting = bool(edges) or any(state.kind.is_waiting for state in states.values())
+    is_waiting |= stands_in_torch(run, states) or stands_still(run)
     is_quiet = looks_quiet(run) and not is_waiting and not faults(run)
     if is_quiet:
         return running(None, None, is_done=says_done(run))

@@ -95,6 +95,16 @@ def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
     return 2 * sum(state.kind.may_wait for state in states.values()) > len(states)
 
 
+def stands_still(run: Run) -> bool:
+    """Whether py-spy or gdb looked at ranks more than once, and saw each at the same place again."""
+    looks = [[s.main.frames for s in record.stacks if s.main and s.reason in LOOKS] for record in run.ranks.values()]
+    again = [frames for frames in looks if len(frames) > 1]
+    return bool(again) and all(frames[0] == other for frames in again for other in frames[1:])
+
+
+LOOKS = ("pyspy", "gdb")
+
+
 def says_done(run: Run) -> bool:
     """Whether logs say last of all that training is done; how its processes ended they do not show."""
     logs = [record.log for record in run.ranks.values() if record.log] or ([run.job_log] if run.job_log else [])
@@ -177,7 +187,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     failed = [rank for rank, record in run.ranks.items() if record.exit and record.exit.code]
     errors = {rank: event for rank, record in run.ranks.items() if (event := last_error(record)) is not None}
     own = tuple(rank for rank, event in errors.items() if not event.kind.is_communication)
-    may_be_dead = own if 2 * len(own) < len(run.ranks) else ()
+    few = next((some for some in (own, _elsewhere(run, states)) if 0 < 2 * len(some) < len(run.ranks)), ())
     chain = tuple(dict.fromkeys((edge.waiter, edge.awaited) for edge in edges if edge.awaited in unseen))
     counts = f"{len(waiting)} ranks wait, {len(unseen)} left nothing, {len(failed)} ended with an error"
     return Verdict(
@@ -185,11 +195,10 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
         victims=tuple(sorted(waiting)),
         confidence=Basis.UNDECIDED.confidence,
         headline=_fault(run) or _headline(run, unseen, bool(waiting)),
-        suspects=tuple(unseen)
-        if waiting and len(unseen) == 1
-        else suspects(run) or may_be_dead or _elsewhere(run, states),
+        suspects=tuple(unseen) if waiting and len(unseen) == 1 else suspects(run) or few,
         evidence=(
             Evidence(text=counts),
+            *([Evidence(text="who was looked at again was at the same place")] if stands_still(run) else ()),
             *facts(run),
             *(event_evidence(event) for event in list(errors.values())[:MOST_WAITS]),
             *_who_waited(run, states),
@@ -257,8 +266,8 @@ def _waited(state: Situation, call: str) -> str:
 
 
 def _elsewhere(run: Run, states: Mapping[int, Situation]) -> tuple[int, ...]:
-    """The few whose stacks show them in the program's own code while most may wait below torch."""
-    if not stands_in_torch(run, states):
+    """Those whose stacks show them in the program's own code, while most may wait below torch or all stand still."""
+    if not stands_in_torch(run, states) and not stands_still(run):
         return ()
     return tuple(rank for rank, state in states.items() if state.kind == RankState.ON_CPU and run.ranks[rank].stacks)
 

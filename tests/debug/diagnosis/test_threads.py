@@ -73,6 +73,23 @@ def test_threads_beside_main_threads_that_work_are_no_hang(tmp_path: Path) -> No
     assert (top.verdict, top.culprits) == ("RUNNING", ())
 
 
+def test_second_look_that_shows_the_same_is_no_running_job(tmp_path: Path) -> None:
+    for look in (1, 2):
+        for rank in range(3):
+            (tmp_path / f"rank_{rank}.look{look}.txt").write_text(HEAD.format(rank=rank) + main(READS))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits, top.suspects) == ("INSUFFICIENT_DATA", (), ())
+    assert ("data.py", 61) in {(item.file, item.line) for item in top.evidence}
+
+
+def test_second_look_that_shows_another_line_is_no_hang(tmp_path: Path) -> None:
+    for look, line in ((1, 61), (2, 77)):
+        for rank in range(3):
+            stack = main(READS.replace("61", str(line)))
+            (tmp_path / f"rank_{rank}.look{look}.txt").write_text(HEAD.format(rank=rank) + stack)
+    assert diagnose(open_run(str(tmp_path)))[0].verdict == "RUNNING"
+
+
 RAISED = """\
 Exception in thread Thread-3 (upload):
 Traceback (most recent call last):
