@@ -21,6 +21,7 @@ from titan_ckpt.errors import DamagedError, LoadContractError, NotFoundError, Us
 from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.format.structure import below, decode_structure, merge, names, of_paths, planner_paths, rebuild
 from titan_ckpt.loading.load import load
+from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.parsing.json_values import JsonValue
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import save
@@ -94,6 +95,35 @@ def test_a_prefix_names_the_place_of_a_state(tmp_path: Path) -> None:
     assert module["w"].tolist() == [0, 2, 4]
     with pytest.raises(LoadContractError, match=r"teacher\.w: missing"):
         load(str(tmp_path), module, prefix="teacher")
+
+
+def test_a_prefix_of_several_parts_leaves_its_neighbours(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    save(str(tmp_path), {"model": model.state_dict()}, step=1)
+    part = torch.nn.Linear(2, 2).state_dict()
+    assert load(str(tmp_path), part, prefix="model.0").loaded == ["model.0.weight", "model.0.bias"]
+    assert torch.equal(part["weight"], model[0].weight)
+    del part["bias"]
+    with pytest.raises(LoadContractError, match=r"model\.0\.bias: in the checkpoint but not in the state") as raised:
+        load(str(tmp_path), part, prefix="model.0")
+    assert "model.1" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("saved", "now"), [(0.1, torch.tensor(0.5)), (torch.tensor(0.1), 0.5)])
+def test_an_optimizer_gets_the_saved_kind_of_rate(tmp_path: Path, saved: Any, now: Any) -> None:
+    def stepped(rate: Any) -> torch.optim.Optimizer:
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.Adam([weight], lr=rate)
+        weight.sum().backward()
+        optimizer.step()
+        return optimizer
+
+    first, second = stepped(saved), stepped(now)
+    save(str(tmp_path), {"o": first}, step=1)
+    load(str(tmp_path), {"o": second})
+    assert _text(second.state_dict()) == _text(first.state_dict())
+    with pytest.raises(LoadContractError, match=r"o\.param_groups\.0\.lr: is .* in the state and .* in the checkpoint"):
+        load(str(tmp_path), {"o": stepped(now).state_dict()}, policy=LoadPolicy(missing="allow", extra="allow"))
 
 
 def _theirs(folder: Path) -> Any:

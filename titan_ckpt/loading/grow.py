@@ -31,13 +31,22 @@ def grown(checkpoint: Checkpoint, flat: FlatState, stored: Names) -> FlatState:
         start = f"{place.name}."
         extra = [name for name in stored.all if name.startswith(start) and name not in flat.keys]
         short = [name for name in flat.keys if name.startswith(start) and name not in stored.all]
-        if not (extra or short) or isinstance(place.owner, torch.nn.Module):
+        other = [name for name in flat.keys if name.startswith(start) and _is_other_kind(checkpoint, flat, name)]
+        if not (extra or short or other) or isinstance(place.owner, torch.nn.Module):
             continue
         structure = structure or nesting(checkpoint)
         inner = None if structure is None else below(structure, place.name)
         if inner is not None and _are_replaced(inner, [name.removeprefix(start) for name in short]):
             states[id(place.owner)] = _state(checkpoint, flat, place, inner)
     return flatten(flat.root, stored=stored, states=states) if states else flat
+
+
+def _is_other_kind(checkpoint: Checkpoint, flat: FlatState, name: str) -> bool:
+    """Whether the checkpoint has a tensor where the object has a value now, or a value instead of a tensor: a learning rate."""
+    manifest = checkpoint.manifest
+    return name in (
+        manifest.by_fqn if name in flat.objects else manifest.objects_by_fqn if name in flat.tensors else ()
+    )
 
 
 def _are_replaced(inner: Structure, short: Iterable[str]) -> bool:
@@ -60,7 +69,7 @@ def _state(checkpoint: Checkpoint, flat: FlatState, place: StatefulPlace, inner:
         if not name.startswith(start):
             continue
         own = name.removeprefix(start)
-        if name in manifest.by_fqn and name not in flat.objects:
+        if name in manifest.by_fqn:
             entry, mark = manifest.by_fqn[name], marks.get(f"{name.rpartition('.')[0]}.{MARK}")
             shape = entry.global_shape if mark is None else mark.shape_of(name.rpartition(".")[2], entry.global_shape)
             fresh = _like(params, own, shape, TORCH_DTYPE[entry.dtype])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -166,7 +166,9 @@ def _apply_contract(
     stored, tensors, objects = checkpoint.manifest, flat.tensors, {*flat.objects} - {*flat.marks}
     for fqn, tensor in tensors.items():
         entry = stored.by_fqn.get(fqn)
-        if entry is None:
+        if entry is None and fqn in stored.objects_by_fqn:
+            errors.append(f"{fqn}: is a tensor in the state and a value in the checkpoint; put a value in its place")
+        elif entry is None:
             report.missing.append(fqn)
         elif entry.global_shape != tuple(tensor.shape) and fqn not in copies:
             errors.append(f"{fqn}: checkpoint has global shape {entry.global_shape}, model wants {tuple(tensor.shape)}")
@@ -176,19 +178,37 @@ def _apply_contract(
     for fqn in [each for each in flat.objects if each in objects]:
         if fqn in flat.fixed and fqn in stored.objects_by_fqn:
             errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
+        if fqn in stored.by_fqn:
+            entry = stored.by_fqn[fqn]
+            kind, tensor = type(flat.objects[fqn]).__name__, f"a {entry.dtype} tensor of shape {entry.global_shape}"
+            errors.append(
+                f"{fqn}: is {kind} in the state and {tensor} in the checkpoint; put such a tensor in its place"
+            )
+            continue
         (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
-    own = flat.root if isinstance(flat.root, Mapping) else {}  # names of containers without entries, too
-    tops = {fqn.partition(".")[0] for fqn in [*tensors, *objects, *map(str, own)]}
+    is_below = _below_own_names(flat.root, [*tensors, *objects])
     wanted = {*tensors, *flat.objects}
     made = {owner_of(name) for name in flat.marks}
     names = [fqn for fqn in [*stored.by_fqn, *stored.objects_by_fqn] if fqn not in wanted]
-    report.extra.extend(fqn for fqn in names if fqn.partition(".")[0] in tops and fqn.rpartition(".")[0] not in made)
+    report.extra.extend(fqn for fqn in names if is_below(fqn) and fqn.rpartition(".")[0] not in made)
     fillable = {fqn: tensors[fqn] for fqn in report.loaded if fqn in tensors and has_part_of(tensors[fqn])}
     errors += destination_problems(fillable, partial(_have_equal_values, checkpoint, fillable))
     _judge(policy.missing, "missing from the checkpoint", report.missing, errors)
     _judge(policy.extra, "in the checkpoint but not in the state", report.extra, errors)
     if errors:
         raise LoadContractError(f"{checkpoint} does not fit the state:{listed(errors)}")
+
+
+def _below_own_names(root: Any, names: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a name is below one of the state's own: the key of a container, which may have dots, or a first part."""
+    own = root if isinstance(root, Mapping) else dict.fromkeys(names)
+    dotted = tuple(f"{key}." for key, value in own.items() if "." in str(key) and _has_names(value))
+    tops = {str(key).partition(".")[0] for key in own if f"{key}." not in dotted}
+    return lambda fqn: fqn.partition(".")[0] in tops or fqn.startswith(dotted)
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or hasattr(value, "state_dict")
 
 
 def _judge(answer: str, what: str, fqns: list[str], errors: list[str]) -> None:
