@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from titan_ckpt.debug.incident.busy_with import last_words
@@ -137,7 +138,12 @@ _PARTING = (
     "warnings.warn(",
     "Exception ignored",
     "wandb:",
+    "CUDA kernel errors might be asynchronously reported",  # this and the next three are of CUDA's own message
+    "CUDA_LAUNCH_BLOCKING",
+    "TORCH_USE_CUDA_DSA",
+    "Device-side assertion tracking was not enabled",
 )
+_CONTINUES = re.compile(r"(?:\[[^\]\n]{1,40}\]:? )?[ \t]+\S")  # the message of the line before, on a line of its own
 
 
 def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
@@ -146,7 +152,8 @@ def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
     if log is None or log.source != event.source or log.tail_line <= event.line:
         return False
     last = max((n for n, line in enumerate(log.tail) if event.text[:100] in line), default=-1)
-    return any(line.strip() and not any(word in line for word in _PARTING) for line in log.tail[last + 1 :])
+    later = (line for line in log.tail[last + 1 :] if line.strip() and not _CONTINUES.match(line))
+    return any(not any(word in line for word in _PARTING) for line in later)
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:

@@ -337,7 +337,8 @@ def _understood(
     kind = kind_of_error(
         text, is_torch=logged is not None or any("torch/distributed/" in frame.file for frame in frames)
     )
-    return kind, {**values, **details(kind, text)}
+    alone = {"alone": "1"} if raised is None else {}
+    return kind, {**values, **alone, **details(kind, text)}
 
 
 def _alone(text: str) -> tuple[EventKind, dict[str, str]] | None:
