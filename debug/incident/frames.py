@@ -206,7 +206,10 @@ def _without_python(frames: Sequence[Frame]) -> tuple[RankState, str]:
     torch = next(named, None) or next(
         (f for f in below if _OF_DEVICES.search(f.file) or _OF_TORCH.search(f.file)), None
     )
-    return (RankState.IN_TORCH, torch.function) if torch is not None else (RankState.ON_CPU, "")
+    if torch is not None:
+        return RankState.IN_TORCH, torch.function
+    # Without the interpreter below, nothing shows what called: symbols are missing, or the stack is cut off.
+    return (RankState.ON_CPU if entry < len(frames) else RankState.UNKNOWN), ""
 
 
 def _library_frames(main: Thread) -> tuple[Frame, ...]:

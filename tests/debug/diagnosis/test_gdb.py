@@ -151,3 +151,13 @@ def test_frames_of_torch_without_python_are_no_own_code(tmp_path: Path) -> None:
     engine = "#0  0x7f in torch::autograd::Engine::execute() () from /opt/torch/lib/libtorch_cpu.so\n"
     _, top = judged(tmp_path, *[bt(WORK, "")] * 3, bt(SLEEP + engine, ""))
     assert top.culprits == ()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    ["#0  0x00007f1 in ?? ()\n#1  0x00007f2 in ?? ()\n", "#0  0x00007f1 in poll () from /lib/libc.so.6\n", SLEEP],
+)
+def test_stack_without_symbols_accuses_nobody(frames: str, tmp_path: Path) -> None:
+    lost = HEAD + OTHER + MAIN + frames + END
+    _, top = judged(tmp_path, *[bt(WORK, "")] * 3, lost)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
