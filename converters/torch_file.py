@@ -20,6 +20,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import check_own_files
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.unflattened import warn_of_text
 from titan_ckpt.errors import (
     AlreadyExistsError,
     ConditionFailedError,
@@ -119,6 +120,7 @@ def export_torch(
         done += sizes[key]
         on_progress(done, size_bytes)
     state |= {key: read_object(opened, fqn) for key, fqn in values.items()}
+    warn_of_text(opened, state, prefix)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     try:

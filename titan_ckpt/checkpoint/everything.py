@@ -9,6 +9,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, put_together
+from titan_ckpt.checkpoint.unflattened import warn_of_text
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.format.structure import MARK, below, names, of_paths, owner_of, rebuild
 
@@ -34,4 +35,5 @@ def read_everything(checkpoint: Checkpoint, prefix: str, allow: Iterable[Any]) -
         if not entries:
             raise NotFoundError(f"{checkpoint}: nothing below {prefix!r}; `titan-ckpt inspect` lists the names")
     state = rebuild(inner, entries)
+    warn_of_text(checkpoint, state, start)
     return put_together(state, allowed, str(checkpoint)) if any(map(owner_of, entries)) or MARK in entries else state

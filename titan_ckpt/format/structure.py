@@ -178,11 +178,11 @@ def rebuild(structure: Structure, entries: Mapping[str, Any]) -> Any:
     DamagedError for lists that would be mostly such places.
     """
     gaps = [FREE_GAPS + len(structure)]
-    containers: list[Any] = [_empty(structure[0][0])]
+    containers: list[Any] = [empty_of(structure[0][0])]
     places: list[tuple[Any, Any, str]] = [(None, None, structure[0][0])]
     for row, name in zip(structure[1:], names(structure)[1:], strict=True):
         if name is None:
-            containers.append(_empty(row[2]))
+            containers.append(empty_of(row[2]))
             places.append((row[0], decode_key(row[1]), row[2]))
             _set(containers[row[0]], places[-1][1], containers[-1], gaps)
         elif name in entries:
@@ -215,7 +215,7 @@ def below(structure: Structure, prefix: str) -> Structure | None:
     return tuple(rows) if found == 1 else None
 
 
-def _empty(kind: str) -> Any:
+def empty_of(kind: str) -> Any:
     """A new container to fill; a tuple is filled as a list."""
     if kind.startswith("defaultdict:"):
         return defaultdict(FACTORIES[kind.partition(":")[2]])
