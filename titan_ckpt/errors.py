@@ -87,7 +87,11 @@ class NewerFormatError(CheckpointError):
 
 
 class UnsafeContentError(CheckpointError):
-    """A stored file contains a pickled class that is not allowed, or a path outside the run."""
+    """A stored file contains a pickled class that is not allowed, or a path outside the run. `what` is without the advice."""
+
+    def __init__(self, what: str, advice: str = "") -> None:
+        super().__init__(what + advice)
+        self.what = what
 
 
 class DataError(TitanError):

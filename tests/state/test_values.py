@@ -375,3 +375,18 @@ def test_an_expanded_tensor_in_a_tuple_comes_back(into: torch.Tensor, tmp_path: 
 def test_a_tensor_expanded_beyond_reason_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TitanError, match=r"pair: a tuple is not saved.*more elements than its storage"):
         save(str(tmp_path), {"pair": (torch.zeros(1).expand(1 << 29), 0)}, step=1)
+
+
+def test_a_state_that_contains_itself_is_named(tmp_path: Path) -> None:
+    inner: dict[str, Any] = {"deep": [1]}
+    inner["deep"].append(inner)
+    with pytest.raises(TitanError, match=r"contains itself, at 'model\.deep\.1'"):
+        save(str(tmp_path), {"model": inner}, step=1)
+
+
+def test_a_refusal_gives_the_advice_of_saving_alone(tmp_path: Path) -> None:
+    with pytest.raises(TitanError, match=r"a\.e: a ValueError is not saved.*made by code\. Save its") as raised:
+        save(str(tmp_path), {"a": {"e": ValueError("x")}}, step=1)
+    assert "LoadPolicy" not in str(raised.value)
+    with pytest.raises(TitanError, match=r"m\.w: is not initialised and has no shape yet"):
+        save(str(tmp_path), {"m": {"w": torch.nn.UninitializedParameter()}}, step=1)

@@ -22,10 +22,11 @@ import titan_ckpt as tc
 from tests.conftest import BUCKET
 from tests.store.test_s3 import clean_environment
 from titan_ckpt.demo.s3_server import Server
-from titan_ckpt.errors import ConditionFailedError, ConfigError, UsageError
+from titan_ckpt.errors import ConditionFailedError, ConfigError, TitanError, TransientStoreError, UsageError
 from titan_ckpt.store.clients.s3_names import s3_request
 from titan_ckpt.store.clients.s3fs_store import S3fsStore
 from titan_ckpt.store.local import FileStore
+from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3 import S3Store
 from tools.gcs_server import running_gcs
 
@@ -387,9 +388,24 @@ def test_a_run_is_read_from_a_zip_a_cache_and_a_web_server(tmp_path: Path) -> No
         web = f"http://127.0.0.1:{server.server_port}/run"
         for url in (f"zip://::{archive}", f"simplecache::file://{tmp_path}/run", web):
             assert tc.verify(url, read_data=True) == []
-            if url == web:
-                continue  # this server ignores ranges, which a load needs
             target = {"w": torch.zeros(4)}
+            if url == web:
+                with pytest.raises(TransientStoreError, match="the whole object; a server that answers no ranges"):
+                    tc.load(url, target)
+                continue
             tc.load(url, target)
             assert target["w"].tolist() == [0, 1, 2, 3]
         server.shutdown()
+
+
+def test_what_is_read_through_a_copy_is_not_written(tmp_path: Path) -> None:
+    tc.save(tmp_path / "run", STATE, step=1)
+    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "run")
+    for url in (f"zip://::{archive}", f"simplecache::file://{tmp_path}/run", "http://127.0.0.1:9/run"):
+        store = open_store(url)
+        for change in (partial(store.write, "a", [b"x"]), partial(store.delete, ["step-00000001/COMMIT.json"])):
+            with pytest.raises(UsageError, match="is read, not written"):
+                change()
+    with pytest.raises(TitanError, match="simplecache is read, not written"):
+        tc.save(f"simplecache::file://{tmp_path}/run", STATE, step=2)
+    assert [info.step for info in tc.list_checkpoints(tmp_path / "run")] == [1]

@@ -179,10 +179,10 @@ def _apply_contract(
         if fqn in flat.fixed and fqn in stored.objects_by_fqn:
             errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
         if fqn in stored.by_fqn:
-            entry = stored.by_fqn[fqn]
-            kind, tensor = type(flat.objects[fqn]).__name__, f"a {entry.dtype} tensor of shape {entry.global_shape}"
+            found = stored.by_fqn[fqn]
             errors.append(
-                f"{fqn}: is {kind} in the state and {tensor} in the checkpoint; put such a tensor in its place"
+                f"{fqn}: is {type(flat.objects[fqn]).__name__} in the state and a {found.dtype} tensor of shape "
+                f"{found.global_shape} in the checkpoint; put such a tensor in its place"
             )
             continue
         (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)

@@ -122,8 +122,9 @@ class Builder:
     def _refused(self, name: Name) -> UnsafeContentError:
         shown = ".".join(name).replace("builtins.", "")
         return UnsafeContentError(
-            f"{self.where} holds {shown}, which is not plain data and is made by code; it was not loaded. If you trust it, put "
-            f"a {name[1]} in its place in the state to be loaded, or name it: LoadPolicy(allow=[{name[1]}])"
+            f"{self.where} holds {shown}, which is not plain data and is made by code",
+            f"; it was not loaded. If you trust it, put a {name[1]} in its place in the state to be loaded, or name it: "
+            f"LoadPolicy(allow=[{name[1]}])",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import UsageError
 from titan_ckpt.format.digest import digest
@@ -44,9 +45,10 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
     """Flatten and check `state`, serialise its values, redact the request. UsageError for what cannot be stored."""
     request.check()
     flat = flatten(state)
-    items = [local_shard(fqn, tensor) for fqn, tensor in flat.tensors.items() if has_part_of(tensor)]
-    for item in items:
-        _check_has_values(item.fqn, flat.tensors[item.fqn])
+    own = {fqn: tensor for fqn, tensor in flat.tensors.items() if has_part_of(tensor)}
+    for fqn, tensor in own.items():
+        _check_has_values(fqn, tensor)
+    items = [local_shard(fqn, tensor) for fqn, tensor in own.items()]
     encoder = Encoder()
     objects = {fqn: encoder.encode(fqn, value) for fqn, value in flat.objects.items()}
     return Prepared(
@@ -61,7 +63,9 @@ def _signature(flat: FlatState, items: Sequence[LocalShard]) -> bytes:
 
 
 def _check_has_values(fqn: str, tensor: torch.Tensor) -> None:
-    """UsageError for a tensor without memory."""
+    """UsageError for a tensor without memory, or without a shape."""
+    if is_lazy(tensor):
+        raise UsageError(f"{fqn}: is not initialised and has no shape yet; run the module's forward once before saving")
     local = tensor if type(tensor) is torch.Tensor else detached_shard(tensor)
     if local.is_meta or isinstance(local, FakeTensor):
         raise UsageError(

@@ -22,6 +22,7 @@ from titan_ckpt.state.subclasses import parts_of
 
 _PLAIN = frozenset({int, float, str, bool, type(None), bytes, complex, torch.Tensor})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedDict})
+_DEEP = 500  # containers around one: no state needs as many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +109,24 @@ def flatten(
     try:
         walk.container((), "", state, 0)
     except RecursionError:
-        raise UsageError("state is nested too deeply, or contains itself; flatten it, or take the cycle out") from None
+        place = _deepest_below(state)
+        raise UsageError(
+            f"state is nested too deeply, or contains itself, at {place!r}; flatten it, or take the cycle out"
+        ) from None
     return walk.flat
+
+
+def _deepest_below(state: Any) -> str:
+    """The name of a container that is among those around it, or its first parts if the nesting has no such end."""
+    todo: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [(state, (), ())]
+    while todo:
+        value, names, around = todo.pop()
+        if id(value) in around or len(around) > _DEEP:
+            return ".".join(names[:8]) + "..." * (len(names) > 8)
+        inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+        own = (*around, id(value))
+        todo += [(each, (*names, str(key)), own) for key, each in inner if isinstance(each, Mapping | list | tuple)]
+    return ""
 
 
 class _Walk:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.errors import TitanError, UsageError
+from titan_ckpt.errors import TitanError, UnsafeContentError, UsageError
 from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.parsing.value_archive import write_archive
 from titan_ckpt.parsing.values import decode_value
@@ -90,8 +90,9 @@ def _checked(fqn: str, value: Any, data: bytes) -> bytes:
     try:
         decode_value(data, where=f"value {fqn!r}", allowed=classes_in(value))
     except TitanError as error:
+        why = error.what if isinstance(error, UnsafeContentError) else error
         raise UsageError(
-            f"{fqn}: a {type(value).__name__} is not saved, since it could not be loaded again: {error}. Save its "
+            f"{fqn}: a {type(value).__name__} is not saved, since it could not be loaded again: {why}. Save its "
             f"state_dict(), or plain data from which it can be made"
         ) from error
     return data

@@ -48,6 +48,19 @@ _Entries: TypeAlias = list[tuple[str, dict[str, Any]]]
 
 SINGLE_SHOT_BYTES = 8 << 20
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "checksum")
+# What is behind them is read through a copy, or cannot be changed file by file.
+_READ_ONLY = {
+    "simplecache",
+    "filecache",
+    "blockcache",
+    "cached",
+    "zip",
+    "tar",
+    "libarchive",
+    "reference",
+    "http",
+    "https",
+}
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
@@ -110,7 +123,12 @@ class FsspecStore(Store):
     def _range(self, path: str, start: int, length: int) -> Buffer:
         data = self._cat(path, start, start + length)
         if len(data) > length:
-            raise TransientStoreError(f"sent {len(data)} bytes from byte {start}, though {length} were requested")
+            whole = ": the whole object; a server that answers no ranges?" * (
+                len(data) == self._stated(path).size_bytes
+            )
+            raise TransientStoreError(
+                f"sent {len(data)} bytes from byte {start}, though {length} were requested{whole}"
+            )
         size = start + len(data) if len(data) == length else self._stated(path).size_bytes
         if start + length > size:
             raise StoreError(
@@ -135,12 +153,21 @@ class FsspecStore(Store):
         return data
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
+        self._check_writable()
         full = self._full(path)
         head, rest = self._take_head(iter(parts))
         if rest is None:
             return self._call(path, lambda: self._publish(path, full, head))
         size = self._stream(path, head, rest)
         return self._check_size(self.stat(path), size)
+
+    def _check_writable(self) -> None:
+        """UsageError where a change would not reach the store, or not at once."""
+        for name in self.url.split("::"):
+            if (own := scheme(name) if "://" in name else name) in _READ_ONLY:
+                raise UsageError(
+                    f"{self}: {own} is read, not written; save to the store itself, and read through {own}"
+                )
 
     def _check_size(self, entry: ObjectInfo, size_bytes: int) -> ObjectInfo:
         """`entry`, if the object has the size that was written."""
@@ -270,6 +297,7 @@ class FsspecStore(Store):
         return self._entry(path, info)
 
     def delete(self, paths: Iterable[str]) -> None:
+        self._check_writable()
         for path in paths:
             remove = partial(self._fs.rm_file, self._full(path))
             with suppress(NotFoundError):
