@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +18,15 @@ import titan_ckpt as tc
 from tests.conftest import BUCKET
 from tests.store.test_s3 import clean_environment
 from titan_ckpt.demo.s3_server import Server
-from titan_ckpt.errors import ConditionFailedError, ConfigError, TitanError, TransientStoreError, UsageError
+from titan_ckpt.errors import ConditionFailedError, ConfigError, UsageError
 from titan_ckpt.store.clients.s3_names import s3_request
 from titan_ckpt.store.clients.s3fs_store import S3fsStore
 from titan_ckpt.store.local import FileStore
-from titan_ckpt.store.open import open_store
 from titan_ckpt.store.s3 import S3Store
 from tools.gcs_server import running_gcs
 
 STATE = {"w": torch.arange(4.0)}
 S3_URL = "s3://bucket/run"
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    """A plain web server, without its log."""
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -377,35 +365,3 @@ def test_two_jobs_on_google_cannot_both_commit() -> None:
         assert tc.verify(tc.open_checkpoint("gs://bucket/run", storage_options={"token": token}), read_data=True) == []
         with pytest.raises(ConditionFailedError, match="another writer was first"):
             second.write_if("step-00000001/COMMIT.json", b"{}", version=None)
-
-
-def test_a_run_is_read_from_a_zip_a_cache_and_a_web_server(tmp_path: Path) -> None:
-    tc.save(tmp_path / "run", STATE, step=1)
-    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "run")
-    handler = partial(QuietHandler, directory=str(tmp_path))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        web = f"http://127.0.0.1:{server.server_port}/run"
-        for url in (f"zip://::{archive}", f"simplecache::file://{tmp_path}/run", web):
-            assert tc.verify(url, read_data=True) == []
-            target = {"w": torch.zeros(4)}
-            if url == web:
-                with pytest.raises(TransientStoreError, match="the whole object; a server that answers no ranges"):
-                    tc.load(url, target)
-                continue
-            tc.load(url, target)
-            assert target["w"].tolist() == [0, 1, 2, 3]
-        server.shutdown()
-
-
-def test_what_is_read_through_a_copy_is_not_written(tmp_path: Path) -> None:
-    tc.save(tmp_path / "run", STATE, step=1)
-    archive = shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path / "run")
-    for url in (f"zip://::{archive}", f"simplecache::file://{tmp_path}/run", "http://127.0.0.1:9/run"):
-        store = open_store(url)
-        for change in (partial(store.write, "a", [b"x"]), partial(store.delete, ["step-00000001/COMMIT.json"])):
-            with pytest.raises(UsageError, match="is read, not written"):
-                change()
-    with pytest.raises(TitanError, match="simplecache is read, not written"):
-        tc.save(f"simplecache::file://{tmp_path}/run", STATE, step=2)
-    assert [info.step for info in tc.list_checkpoints(tmp_path / "run")] == [1]

@@ -15,6 +15,7 @@ from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
 from titan_ckpt.errors import LoadContractError, NotFoundError
+from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.structure import owner_of
 from titan_ckpt.loading.casts import PAIRS, holds_every_value
 from titan_ckpt.loading.destinations import destination_problems
@@ -175,17 +176,7 @@ def _apply_contract(
         else:
             report.loaded.append(fqn)
             _judge_dtype(fqn, entry.dtype, tensor.dtype, policy, report, errors)
-    for fqn in [each for each in flat.objects if each in objects]:
-        if fqn in flat.fixed and fqn in stored.objects_by_fqn:
-            errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
-        if fqn in stored.by_fqn:
-            found = stored.by_fqn[fqn]
-            errors.append(
-                f"{fqn}: is {type(flat.objects[fqn]).__name__} in the state and a {found.dtype} tensor of shape "
-                f"{found.global_shape} in the checkpoint; put such a tensor in its place"
-            )
-            continue
-        (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
+    _sort_values(stored, flat, report, errors)
     is_below = _below_own_names(flat.root, [*tensors, *objects])
     wanted = {*tensors, *flat.objects}
     made = {owner_of(name) for name in flat.marks}
@@ -197,6 +188,21 @@ def _apply_contract(
     _judge(policy.extra, "in the checkpoint but not in the state", report.extra, errors)
     if errors:
         raise LoadContractError(f"{checkpoint} does not fit the state:{listed(errors)}")
+
+
+def _sort_values(stored: Manifest, flat: FlatState, report: LoadReport, errors: list[str]) -> None:
+    """Sort the names of plain values into the report; an error for each that cannot take what is stored."""
+    for fqn in [each for each in flat.objects if each not in flat.marks]:
+        if fqn in flat.fixed and fqn in stored.objects_by_fqn:
+            errors.append(f"{fqn}: is in a {flat.fixed[fqn]}, which cannot be changed")
+        if fqn in stored.by_fqn:
+            found = stored.by_fqn[fqn]
+            errors.append(
+                f"{fqn}: is {type(flat.objects[fqn]).__name__} in the state and a {found.dtype} tensor of shape "
+                f"{found.global_shape} in the checkpoint; put such a tensor in its place"
+            )
+            continue
+        (report.loaded if fqn in stored.objects_by_fqn else report.missing).append(fqn)
 
 
 def _below_own_names(root: Any, names: Iterable[str]) -> Callable[[str], bool]:

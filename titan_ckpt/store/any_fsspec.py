@@ -37,7 +37,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.location import check_relative, normalise, redact, redact_text, scheme
 from titan_ckpt.store.base import Buffer, ObjectInfo, RetryPolicy, Store, retry
 from titan_ckpt.store.clients.extras import missing_library
-from titan_ckpt.store.clients.fsspec_settings import checked_options
+from titan_ckpt.store.clients.fsspec_settings import checked_options, read_only_in
 from titan_ckpt.store.deadline import first_answer_limit_s
 from titan_ckpt.store.fsspec_errors import translate
 from titan_ckpt.store.time_limit import HungStoreError, call_within, on_a_thread
@@ -48,19 +48,6 @@ _Entries: TypeAlias = list[tuple[str, dict[str, Any]]]
 
 SINGLE_SHOT_BYTES = 8 << 20
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "content_md5", "checksum")
-# What is behind them is read through a copy, or cannot be changed file by file.
-_READ_ONLY = {
-    "simplecache",
-    "filecache",
-    "blockcache",
-    "cached",
-    "zip",
-    "tar",
-    "libarchive",
-    "reference",
-    "http",
-    "https",
-}
 _TIME_KEYS = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
 
 
@@ -163,11 +150,8 @@ class FsspecStore(Store):
 
     def _check_writable(self) -> None:
         """UsageError where a change would not reach the store, or not at once."""
-        for name in self.url.split("::"):
-            if (own := scheme(name) if "://" in name else name) in _READ_ONLY:
-                raise UsageError(
-                    f"{self}: {own} is read, not written; save to the store itself, and read through {own}"
-                )
+        if own := read_only_in(self.url):
+            raise UsageError(f"{self}: {own} is read, not written; save to the store itself, and read through {own}")
 
     def _check_size(self, entry: ObjectInfo, size_bytes: int) -> ObjectInfo:
         """`entry`, if the object has the size that was written."""

@@ -31,6 +31,19 @@ _HANDED_ON = {
          "raise_for_status", "trust_env"}
     ),
 }  # fmt: skip
+# What is behind them is read through a copy, or cannot be changed file by file.
+_READ_ONLY = {
+    "simplecache",
+    "filecache",
+    "blockcache",
+    "cached",
+    "zip",
+    "tar",
+    "libarchive",
+    "reference",
+    "http",
+    "https",
+}
 _SAME_AS = {"ssh": "sftp", "https": "http"}
 _ONE_TRY = {
     "connect_timeout": CONNECT_TIMEOUT_S,
@@ -110,3 +123,9 @@ def known_options(protocol: str) -> frozenset[str]:
     }
     handed_on = _HANDED_ON.get(_SAME_AS.get(protocol, protocol), frozenset())
     return frozenset(named - _NOT_OURS - {"storage_options", "ssh_kwargs", "target_fs"}) | _GENERAL | handed_on
+
+
+def read_only_in(url: str) -> str:
+    """The part of a chained URL that cannot be written; empty if there is none."""
+    names = (split_protocol(part)[0] or part for part in url.split("::"))
+    return next((name for name in names if name in _READ_ONLY), "")
