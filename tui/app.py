@@ -127,9 +127,10 @@ class TitanApp(App[None]):
         return not self._loader.is_busy and not self._working and self.pane.is_settled
 
     def show_number(self, number: int) -> None:
-        """Show a screen without adding to the history."""
-        self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
-        self.pane.update_rows()
+        """Show a screen without adding to the history; its first frame is whole."""
+        with self.batch_update():
+            self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
+            self.pane.lay_out()
         self.screen.set_focus(self.pane.body)
         self.query_one(TabBar).show_tabs(self.pane.number)
         self.show_status("")
@@ -246,6 +247,7 @@ class TitanApp(App[None]):
         self.show_status("following: new data is loaded every 2 s" if self.session.is_following else "not following")
         if self.session.is_following:
             self.pane.followed()
+        self.pane.update_rows()
         self._follow()
 
     def on_pane_work(self, message: Pane.Work) -> None:
@@ -369,16 +371,14 @@ class TitanApp(App[None]):
         is_following = self.session.is_following
         reading = [] if is_following else self._loader.reading
         doing = [*self._working, *(f"reading {what}" for what in reading)]
-        keys = (*_COMMON_KEYS, *self.pane.keys)
+        keys = (*_COMMON_KEYS, *self.pane.useful_keys())
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 
     def _paint_verdict(self) -> None:
         """The bar on top of every screen; none any more while the program ends."""
         session = self.session
-        now_s = session.clock()
-        looked = f"   looked {max(now_s - session.looked_s, 0):.0f} s ago" if session.is_following else ""
         for bar in self.query(VerdictBar):
-            bar.show_verdict(session.incident.value, now_s, looked)
+            bar.show_verdict(session.incident.value, session.seen_s, session.clock(), is_following=session.is_following)
 
     def _repaint(self) -> None:
         """Paint all lines anew: the size or the colours have changed, or another program wrote on the terminal."""

@@ -10,8 +10,9 @@ from textual import events
 from textual.keys import _character_to_key
 from textual.message import Message
 
+from titan_ckpt.console.units import format_duration
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.data.standing import standing, ticking
 from titan_ckpt.tui.rows import Role, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.widgets.looks import looks_of
@@ -62,11 +63,15 @@ class VerdictBar(OneLine):
     def __init__(self) -> None:
         super().__init__(id="verdict")
 
-    def show_verdict(self, incident: Incident | None, now_s: float, looked: str) -> None:
-        """The verdict, and `looked`: when the job was looked at."""
+    def show_verdict(self, incident: Incident | None, seen_s: float, now_s: float, *, is_following: bool) -> None:
+        """The verdict as of `seen_s`, and of a job that lived then, or is followed, how long ago that was."""
         self.display = incident is not None
         if incident is not None:
-            found = standing(incident, now_s)
+            is_live = is_following or bool(ticking(incident, seen_s))
+            age_s = max(now_s - seen_s, 0.0)
+            age = f"{age_s:.0f} s" if age_s < 60 else format_duration(age_s)  # no parts of a second
+            looked = f"   looked {age} ago" if is_live else ""
+            found = standing(incident, seen_s)
             self.set_classes(found.role or "plain")
             self.show(f" {found.text(self.app.size.width - 2 - len(looked))}{looked}")
 
@@ -108,7 +113,10 @@ class KeyBar(OneLine):
             for word in key.split():
                 self._spots.append((line.cell_len, line.cell_len + len(word), key_name(word)))
                 line.append(f"{word} ", roles[Role.BOLD] + roles[Role.GOOD])
-            line.append(clean(shown(what)) + " " * _GAP)
+            line.append(clean(shown(what)))
+            start, _, name = self._spots.pop()
+            self._spots.append((start, line.cell_len, name))  # what the last key does belongs to it
+            line.append(" " * _GAP)
         self.show_text(line)
 
     def on_click(self, event: events.Click) -> None:

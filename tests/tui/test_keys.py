@@ -354,3 +354,27 @@ async def test_following_shows_on_the_status_line_and_stops() -> None:
         await press(app, pilot, "f")
         assert not is_following(app)
         assert "not following" in screen_text(app)
+
+
+async def test_a_key_of_the_bottom_line_is_clickable_all_over() -> None:
+    app = app_of("flight_recorder/skip", 5)
+    async with app.run_test(size=(120, 24)) as pilot:
+        await settled(app, pilot)
+        line = screen_text(app).splitlines()[-1]
+        await pilot.click("#status", offset=(line.index("fold equal lines") + len("fold equal lines") - 1, 0))
+        await settled(app, pilot)
+        assert "folded" in screen_text(app)
+
+
+@pytest.mark.parametrize(("case", "screen", "absent"), [
+    ("golden/v1", 2, "zoom"), ("golden/v1", 5, "fold"), ("flight_recorder/skip", 7, "verify"),
+    ("flight_recorder/skip", 8, "smooth"), ("flight_recorder/skip", 1, "incidents"),
+])  # fmt: skip
+async def test_the_bottom_line_names_no_key_that_does_nothing(case: str, screen: int, absent: str) -> None:
+    """Where there is nothing to act on: the help still names every key."""
+    app = app_of(case, screen)
+    async with app.run_test(size=(140, 24)) as pilot:
+        await settled(app, pilot)
+        line = screen_text(app).splitlines()[-1]
+        assert "? help" in line
+        assert absent not in line

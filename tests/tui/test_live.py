@@ -60,6 +60,34 @@ def test_a_running_job_is_shown_as_running_without_a_verdict(finished: Incident)
     ]
 
 
+def test_who_follows_is_not_told_to_follow(finished: Incident) -> None:
+    beat = Heartbeat(step=7, phase="forward", phase_ns=int(NOW_S * 1e9), alive_ns=int(NOW_S * 1e9), source="")
+    ranks = {rank: replace(record, heartbeat=beat) for rank, record in finished.run.ranks.items()}
+    live = replace(finished, run=replace(finished.run, ranks=ranks))
+    assert "press f" not in " ".join(row.text for row in live_rows(live, NOW_S, 78, is_following=True))
+
+
+async def test_the_bar_of_a_live_job_says_when_it_was_looked_at(
+    finished: Incident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also to who does not follow: what was seen of the job is never shown as what it does now."""
+    beat = Heartbeat(step=7, phase="forward", phase_ns=int(NOW_S * 1e9), alive_ns=int(NOW_S * 1e9), source="")
+    ranks = {rank: replace(record, heartbeat=beat) for rank, record in finished.run.ranks.items()}
+    live = replace(finished, run=replace(finished.run, ranks=ranks))
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_: live)
+    now = [NOW_S]
+    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: now[0])
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        for later_s, age in ((0, "looked 0 s ago"), (20, "looked 20 s ago"), (70, "looked 1 min 30 s ago")):
+            now[0] += later_s
+            app._paint_verdict()
+            await settled(app, pilot)
+            bar = screen_text(app).splitlines()[1]
+            assert bar.split()[0] == "RUNNING"
+            assert age in bar
+
+
 def test_a_silent_rank_raises_an_alarm_in_a_running_job(finished: Incident) -> None:
     first, alarm, *_ = lines_of(finished, (0, 1, 2, 100))
     assert "3 of 4 ranks alive" in first

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import RenderableType
 from textual import events
 from textual._compositor import LayoutUpdate
 from textual.keys import _character_to_key
 from textual.pilot import Pilot
+from textual.screen import Screen
 from textual.widgets import Input
 
 from tests.support.screen_pictures import press, screen_text
@@ -273,3 +275,32 @@ async def test_no_keys_in_any_order_do_harm(
         await settled(app, pilot)
         assert app.is_running
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 45)])
+async def test_the_first_frame_of_a_screen_is_whole(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the lines of the screen before nor lines broken for another width, also when it is opened the first time."""
+    app, frames = app_of(INCIDENTS / "chain"), []
+    display = TitanApp._display
+
+    def painted(self: TitanApp, screen: Screen[object], renderable: RenderableType | None) -> None:
+        display(self, screen, renderable)
+        frames.append(screen_text(self))
+
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        monkeypatch.setattr(TitanApp, "_display", painted)
+        for number in "234678":
+            frames.clear()
+            await press(app, pilot, number)
+            whole = screen_text(app)
+            assert [frame for frame in frames if f"[{number} " in frame and frame != whole] == []
+
+
+async def test_a_screen_left_and_shown_again_at_once_gets_the_keys() -> None:
+    app = app_of(INCIDENTS / "skip", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "1 5")
+        await press(app, pilot, "g j")
+        assert app.pane.body.cursor == 1

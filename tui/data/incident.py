@@ -34,7 +34,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
     RankState.FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
     RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
-    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="busy on CPU"),
+    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="in host code"),
     RankState.IN_TORCH: Glyph(char="b", role=Role.NOTE, label="inside torch, such as backward()"),
     RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no evidence"),
     RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),

@@ -73,6 +73,10 @@ class CheckpointsPane(Pane):
         self._contents: dict[int, Checkpoint | str] = {}  # of steps the cursor was on, or why one cannot be read
         self._is_looking = False
 
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        has_steps = self.session.checkpoints.value is not None and bool(self.session.checkpoints.value.steps)
+        return self.keys if has_steps else self.keys[:1] if self.session.runs.value else ()
+
     def wants_parts(self) -> bool:
         return self.session.checkpoints.value is not None
 

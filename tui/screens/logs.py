@@ -154,6 +154,9 @@ class LogsPane(Pane):
         facts = [who, process, f"{source}:{number}"]
         yield row((" · ".join(fact for fact in facts if fact), Role.DIM))
 
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        return self.keys if self.session.logs.value is not None else ()
+
     def title(self) -> str:
         logs, found = self.session.logs.value, self._found
         if logs is None:

@@ -72,6 +72,10 @@ class OverviewPane(Pane):
         current = self.body.current
         return link_rows(incident, current.link if current else None, self.session.logs.value, space.width)
 
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        has_others = len(self.session.content.incidents) > 1
+        return [key for key in super().useful_keys() if has_others or key[0] != "i"]
+
     def action_incidents(self) -> None:
         """Choose another of several incidents."""
         content = self.session.content
@@ -90,7 +94,8 @@ class OverviewPane(Pane):
 
     def state(self) -> tuple[object, ...]:
         s = self.session
-        return tuple((part.version, part.text) for part in (s.incident, s.checkpoints, s.runs, s.logs, s.metrics))
+        parts = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
+        return (s.is_following, *((part.version, part.text) for part in parts))
 
     def title(self) -> str:
         incident = self.session.incident.value
@@ -119,7 +124,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         yield from _data_rows(session, width)
         return
     yield from _several_rows(session, width)
-    live = list(live_rows(incident, session.clock(), width))
+    live = list(live_rows(incident, session.seen_s, width, is_following=session.is_following))
     yield from live
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     is_quiet = bool(live) and is_calm
@@ -153,7 +158,7 @@ def _runs_rows(session: Session) -> Iterator[Row]:
     yield row(f"a folder of runs: {count}. Press enter to list them (screen 7).", link=RowLink(screen=7))
 
 
-def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
+def live_rows(incident: Incident, now_s: float, width: int, *, is_following: bool = False) -> Iterator[Row]:
     """State of a running job from heartbeats of the last seconds; empty if the job has ended or is gone."""
     live = ticking(incident, now_s)
     if not live:
@@ -169,9 +174,9 @@ def live_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
             yield row((line, Role.BAD), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
     if incident.is_unconfirmed and incident.top.verdict not in NO_FAULT:
-        yield row(("one look shows waiting ranks; looking again", Role.DIM))
+        yield row(("ranks are waiting; a second look will show whether they go on", Role.DIM))
     elif is_calm and not found:
-        yield row(("no fault so far; press f to follow the job", Role.DIM))
+        yield row(("no fault so far" if is_following else "no fault so far; press f to follow the job", Role.DIM))
 
 
 def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:

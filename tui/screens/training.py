@@ -61,6 +61,9 @@ class TrainingPane(Pane):
         other = f" · over {self._other.source}" if self._other is not None else ""
         return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}{smooth}{other}"
 
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        return self.keys if self.session.metrics.value is not None else self.keys[-1:]
+
     def wants_parts(self) -> bool:
         return self.session.metrics.value is not None
 

@@ -52,6 +52,11 @@ class Session:
     looked_s: float = 0.0
     damage: dict[CopyKey, str] = field(default_factory=dict)
 
+    @property
+    def seen_s(self) -> float:
+        """The time of what is shown: of the last look at the job, else now."""
+        return self.looked_s or self.clock()
+
     def note_damage(self, found: Mapping[CopyKey, str]) -> None:
         """Keep what a verification found, "" for an intact copy, and mark the listed steps."""
         self.damage.update(found)

@@ -160,6 +160,11 @@ class LineView(ScrollView, can_focus=True):
         if row is not None:
             self.post_message(self.Chosen(self.cursor, row))
 
+    def on_hide(self, event: events.Hide) -> None:
+        """Keep the focus if the screen was shown again before this arrived: Textual would take it away, keys would be lost."""
+        if self.is_on_screen:
+            event.prevent_default()
+
     def on_resize(self) -> None:
         self._reveal_cursor()
         self.post_message(self.Resized())

@@ -19,6 +19,7 @@ from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.part import Part, PartView, Space
 
 REST_S = 0.05  # longer than a key that is held down takes to come again
+ANYWHERE = (":", "f")  # keys that need no data
 _HEADINGS = 8  # lines before the first rank, at most
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
@@ -120,6 +121,12 @@ class Pane(Vertical):
         title.show(" " + truncate(text, (title.size.width or self.app.size.width) - len(suffix) - 1) + suffix)
 
     # -- what a screen may override
+
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        """Those of `keys` that do something here and now, for the line at the bottom."""
+        return (
+            self.keys if self.session.incident.value is not None else [key for key in self.keys if key[0] in ANYWHERE]
+        )
 
     def state(self) -> tuple[object, ...]:
         """What the rows depend on; they are rebuilt when it changes."""
@@ -288,6 +295,14 @@ class Pane(Vertical):
                 self.begin()
         self.set_title(self.title())
         self.update_parts()
+
+    def lay_out(self) -> None:
+        """Make the lines for the right width before anything is painted; the height of some parts depends on their lines."""
+        for _ in range(1 + bool(self.parts)):
+            for box in self.query(".split, .beside"):
+                box._clear_arrangement_cache()
+            self.screen._refresh_layout()
+            self.update_rows()
 
     def update_parts(self, *, force: bool = False) -> None:
         """Rebuild the parts that are shown and whose contents have changed."""
