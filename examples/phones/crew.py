@@ -2,7 +2,7 @@
 
 A crew lives until one of its ranks fails or a stranger is seen; then all return here, and the next crew forms of those that
 can be reached. No vote is needed: a stage yields the same whoever computes it, so two crews that cannot see each other do
-work twice, never wrongly.
+work twice, never wrongly. Peers whose tasks differ never meet.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import logging
 import queue
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from examples.phones.desk import FINISHED, WAITING, WORKING, Call, Desk, Status, ask
+from examples.phones.task import differences
+from titan_ckpt.errors import UsageError
 
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
@@ -37,23 +40,53 @@ def look(book: Sequence[str]) -> dict[str, Status]:
 
 
 def next_call(desk: Desk, book: Sequence[str]) -> Call | None:
-    """Wait until this peer belongs to a new crew; None once another one has brought the result."""
+    """Wait until this peer belongs to a new crew; None once another one has brought the result. UsageError: `check_task`."""
     desk.status.state = WAITING
-    looks: list[list[str]] = []
+    looks: list[dict[str, str]] = []
+    warned = False
     while desk.labels is None:
         try:
             return desk.calls.get(timeout=LOOK_EVERY_S)
         except queue.Empty:
             pass
         found = look(book)
-        waiting = [address for address, status in found.items() if status.state == WAITING]
-        are_busy = any(status.state == WORKING for status in found.values())
-        looks = [*looks[1 - SETTLED_LOOKS :], waiting]
-        is_settled = looks == [waiting] * SETTLED_LOOKS
-        if waiting[:1] == [desk.address] and is_settled and not are_busy:
-            generation = 1 + max(status.generation for status in found.values())
-            call_all(Call(generation=generation, members=tuple(waiting), rendezvous_port=free_port(desk.address)))
+        looks = [*looks[1 - SETTLED_LOOKS :], {address: status.state for address, status in found.items()}]
+        if looks != looks[-1:] * SETTLED_LOOKS:
+            continue
+        others = check_task(desk.status.task, found)
+        if others and not warned:
+            log.warning("works without peers that have another task: %s", "; ".join(others))
+            warned = True
+        mine = {address: status for address, status in found.items() if status.task == desk.status.task}
+        waiting = [address for address, status in mine.items() if status.state == WAITING]
+        if waiting[:1] == [desk.address] and not any(status.state == WORKING for status in mine.values()):
+            generation = 1 + max(status.generation for status in mine.values())
+            port = free_port(desk.address)
+            call_all(Call(generation=generation, members=tuple(waiting), rendezvous_port=port, task=desk.status.task))
     return None
+
+
+def check_task(task: Mapping[str, Any], found: Mapping[str, Status]) -> list[str]:
+    """The peers that have another task than this one, each with what differs. UsageError if it is this one that must go.
+
+    The task that most peers have goes on; of equal numbers that of peers at work, then that of the first peer in the book.
+    """
+    groups: list[list[Status]] = []
+    for status in found.values():
+        group = next((each for each in groups if each[0].task == status.task), None)
+        if group is None:
+            groups.append([status])
+        else:
+            group.append(status)
+    best = max(groups, default=[], key=lambda group: (len(group), any(each.state == WORKING for each in group)))
+    others = [
+        f"{address} has {differences(task, status.task)}" for address, status in found.items() if status.task != task
+    ]
+    if best and best[0].task != task:
+        raise UsageError(
+            f"this peer's task differs from that of others: {'; '.join(others)}. Start all with the same --album and --choices"
+        )
+    return others
 
 
 def call_all(call: Call) -> None:
@@ -68,7 +101,8 @@ def call_all(call: Call) -> None:
 def sees_stranger(desk: Desk, call: Call, book: Sequence[str]) -> bool:
     """Whether a peer waits, or works in another crew. For rank 0 of a crew, which then lets its crew form anew."""
     return any(
-        status.state == WAITING or (status.state == WORKING and status.leader != desk.address)
+        status.task == desk.status.task
+        and (status.state == WAITING or (status.state == WORKING and status.leader != desk.address))
         for address, status in look([address for address in book if address not in call.members]).items()
     )
 
@@ -79,7 +113,7 @@ def tell_labels(labels: list[int], desk: Desk, book: Sequence[str]) -> None:
     for address in book:
         if address != desk.address:
             try:
-                ask(address, "POST", "/labels", labels, timeout_s=HELLO_S)
+                ask(address, "POST", "/labels", {"task": desk.status.task, "labels": labels}, timeout_s=HELLO_S)
             except OSError as error:
                 log.info("%s did not get the result: %s", address, error)
 

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from titan_ckpt import Store, TitanError
+from titan_ckpt.errors import NotFoundError, StoreError, UsageError
 
 SLOWEST_BYTES_PER_S = 250e3
 WAITING, WORKING, FINISHED = "waiting", "working", "finished"
@@ -20,36 +21,45 @@ WAITING, WORKING, FINISHED = "waiting", "working", "finished"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A call to a new crew: who belongs to it, in order of rank, and where rank 0 opens its key-value store."""
+    """A call to a new crew: who belongs to it, in order of rank, where rank 0 opens its key-value store, and what for."""
 
     generation: int
     members: tuple[str, ...]
     rendezvous_port: int
+    task: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Status:
-    """How a peer is; `leader` is rank 0 of the crew that it works in."""
+    """How a peer is; `leader` is rank 0 of the crew that it works in, `task` what it works on (`task_of`)."""
 
     state: str = WAITING
     generation: int = 0
     leader: str = ""
+    task: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Desk:
-    """Answers on `address` (host:port) in threads of its own, from the files in `store`; a context manager."""
+    """Answers on `address` (host:port) in threads of its own, from the files in `store`; a context manager.
+
+    `fault` says why the store cannot keep what others send: this peer is of no use to a crew.
+    """
 
     address: str
     store: Store
     status: Status = field(default_factory=Status)
     calls: queue.Queue[Call] = field(default_factory=queue.Queue)
     labels: list[int] | None = None
+    fault: str | None = None
     _server: ThreadingHTTPServer | None = None
 
     def __enter__(self) -> Desk:
         host, port = _parts(self.address)
-        self._server = ThreadingHTTPServer((host, port), lambda *arguments: _Answers(self, *arguments))
+        try:
+            self._server = ThreadingHTTPServer((host, port), lambda *arguments: _Answers(self, *arguments))
+        except OSError as error:
+            raise UsageError(f"--address {self.address}: cannot be listened on: {error}") from error
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
@@ -59,8 +69,8 @@ class Desk:
         self._server.server_close()
 
     def take(self, call: Call) -> bool:
-        """Accept a call if this peer waits for one."""
-        if self.status.state != WAITING or call.generation <= self.status.generation:
+        """Accept a call to this peer's task if it waits for one."""
+        if call.task != self.status.task or self.status.state != WAITING or call.generation <= self.status.generation:
             return False
         self.calls.put(call)
         return True
@@ -93,18 +103,20 @@ class _Answers(BaseHTTPRequestHandler):
         data = self._body()
         if len(data) < int(self.headers["Content-Length"]):
             return  # the sender has gone; half a file is none
-        self._stored(lambda: self.desk.store.write(path, [data]).path.encode())
+        self._stored(lambda: self._change(lambda: self.desk.store.write(path, [data])))
 
     def do_DELETE(self) -> None:
         _, path, _ = self._parts()
-        self._stored(lambda: self.desk.store.delete([path]) or b"")
+        self._stored(lambda: self._change(lambda: self.desk.store.delete([path])))
 
     def do_POST(self) -> None:
         kind, _, _ = self._parts()
         value = json.loads(self._body())
         if kind == "labels":
-            self.desk.labels = value
-            self._answer(True)
+            is_ours = value["task"] == self.desk.status.task
+            if is_ours:
+                self.desk.labels = value["labels"]
+            self._answer(is_ours)
         else:
             self._answer(self.desk.take(Call(**{**value, "members": tuple(value["members"])})))
 
@@ -115,6 +127,16 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def _change(self, action: Callable[[], object]) -> bytes:
+        """Change the store. What it refuses is this peer's fault."""
+        try:
+            action()
+        except StoreError as error:
+            if not isinstance(error, NotFoundError):
+                self.desk.fault = str(error)
+            raise
+        return b""
 
     def _stored(self, action: Callable[[], bytes]) -> None:
         """The bytes that `action` returns; 404 if the store refuses, for whatever reason: others have copies."""

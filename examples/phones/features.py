@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from examples.phones.choices import DIMENSIONS
 from examples.phones.pictures import Gray
+from titan_ckpt.errors import MissingExtraError
 
 Descriptors = NDArray[np.uint8]
 """One row for each place of the picture."""
 
-DIMENSIONS = {"sift": 128, "orb": 256, "gradients": 128}
 DIRECTIONS, CELL, CELLS = 8, 4, 4  # as SIFT: 4 x 4 cells with 8 directions each; a cell is 4 x 4 pixels
 LARGEST_SHARE = 0.2  # of one number in a descriptor, against highlights (Lowe 2004, section 6.1)
 SMALLEST_CONTRAST = 0.4  # of a patch, as the norm of its descriptor before it is normalised
@@ -29,6 +30,8 @@ def grid_gradients(picture: Gray) -> Descriptors:
     Not invariant to turns and to scale: for pictures from hands that hold the phone upright. Twice as many pixels apart as a
     cell is wide; patches with hardly any contrast are left out.
     """
+    if min(picture.shape) < CELL * CELLS:
+        return np.zeros((0, DIMENSIONS["gradients"]), np.uint8)
     down, right = np.gradient(picture)
     strength = np.hypot(right, down)
     angle = np.arctan2(down, right) * (DIRECTIONS / (2 * np.pi))
@@ -59,7 +62,10 @@ def _as_bytes(rows: NDArray[np.float32]) -> Descriptors:
 
 def _keypoints(picture: Gray, kind: str) -> Descriptors:
     """SIFT or ORB of OpenCV with default settings; the 256 bits of ORB as 0 and 1, so that k-means compares them by Hamming."""
-    import cv2  # of the extra `examples`
+    try:
+        import cv2  # of the extra `examples`
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("OpenCV", "examples", f"features {kind}") from error
 
     cv2.setNumThreads(1)  # a weak peer has one core
     extractor = cv2.SIFT_create() if kind == "sift" else cv2.ORB_create()

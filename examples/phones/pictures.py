@@ -2,20 +2,24 @@
 
     python -m examples.phones.pictures ALBUM --count 1000 --seed 0
 
-Photograph `i` depends on the scenes, the seed and `i` alone. `truth.json` holds the number of each photograph's scene.
+Photograph `i` depends on the scenes, the seed and `i` alone. `truth.json` holds the number of each photograph's scene; only the
+measurement of quality reads it, so any folder of JPEG files is an album.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance
+
+from titan_ckpt.errors import DataError
 
 Gray = NDArray[np.float32]
 """A picture, height by width, from 0 to 1."""
@@ -26,6 +30,7 @@ SCENES = (
     "page.png", "retina.jpg", "rocket.jpg", "text.png",
 )  # fmt: skip
 TRUTH = "truth.json"
+SUFFIXES = {".jpg", ".jpeg"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +88,24 @@ def photograph_path(folder: Path, number: int) -> Path:
     return folder / f"{number:05}.jpg"
 
 
+def pictures_in(folder: Path) -> list[Path]:
+    """The JPEG files of an album by name, hidden ones aside; DataError if there are none, or one is no picture."""
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] != ".")
+    except OSError as error:
+        raise DataError(f"album {folder}: cannot be read: {error.strerror}") from error
+    if not files:
+        raise DataError(f"album {folder}: has no JPEG file (.jpg or .jpeg)")
+    for path in files:
+        with _readable(path), Image.open(path):
+            pass
+    return files
+
+
 def open_gray(path: Path, width: int) -> Gray:
     """A photograph without colour, scaled to `width` pixels. The decoder itself skips what a smaller picture does not need."""
-    with Image.open(path) as picture:
-        height = round(picture.height * width / picture.width)
+    with _readable(path), Image.open(path) as picture:
+        height = max(1, round(picture.height * width / picture.width))
         picture.draft("L", (width, height))
         gray = picture.convert("L")
     if gray.size != (width, height):
@@ -95,9 +114,20 @@ def open_gray(path: Path, width: int) -> Gray:
 
 
 def read_truth(folder: Path) -> list[int]:
-    """The scene of each photograph; its length is the size of the album."""
+    """The scene of each photograph of an album that was made here."""
     truth: list[int] = json.loads((folder / TRUTH).read_text())
     return truth
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """DataError that names the file if it cannot be read as a picture."""
+    try:
+        yield
+    except (OSError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{path}: cannot be read as a picture: {error}. Replace it, or take it out of the album"
+        ) from error
 
 
 def _corners_in_scene(camera: Camera, random: np.random.Generator) -> NDArray[np.float64]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from examples.phones.choices import Choices
 
-DONE, AGAIN, FAILED = 0, 10, 11  # how the work of a crew ends
+DONE, AGAIN, FAILED, UNFIT = 0, 10, 11, 12  # how the work of a crew ends; unfit: this peer cannot go on, others can
 LABELS, FILES = "labels.json", "files"
 
 
@@ -18,8 +19,9 @@ class Settings:
     address: str
     book: tuple[str, ...]
     home: Path
-    album: Path
+    pictures: tuple[Path, ...]
     choices: Choices
     save_every_s: float
     timeout_s: float
     look_every_s: float
+    task: dict[str, Any]

@@ -7,7 +7,7 @@ album and the choices alone, so the result does not depend on who computed it (s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from examples.phones.choices import Choices
-from examples.phones.features import DIMENSIONS, describe
+from examples.phones.choices import DIMENSIONS, Choices
+from examples.phones.features import describe
 from examples.phones.kmeans import cluster_once, lloyd_step, mini_batch_step, nearest
-from examples.phones.pictures import open_gray, photograph_path
+from examples.phones.pictures import open_gray
 from examples.phones.progress import Crew, Stage
 from titan_ckpt import TitanError
+from titan_ckpt.errors import DataError
 
 log = logging.getLogger(__name__)
 Words = dict[int, Tensor]
@@ -35,9 +36,13 @@ DTYPES = {"descriptors": torch.uint8, "counts": torch.int32, "histograms": torch
 class Album:
     """The pictures, which every peer has, in blocks: the units in which stages save and resume."""
 
-    folder: Path
-    size: int
+    pictures: Sequence[Path]
     block: int
+
+    @property
+    def size(self) -> int:
+        """Number of pictures."""
+        return len(self.pictures)
 
     @property
     def num_blocks(self) -> int:
@@ -185,7 +190,7 @@ def _sharded(crew: Crew, count: int, tensors: Blocks) -> Blocks:
 
 def _descriptors(album: Album, choices: Choices, number: int) -> Tensor:
     """Descriptors of one picture, at most `per_picture` of them."""
-    picture = open_gray(photograph_path(album.folder, number), choices.width)
+    picture = open_gray(album.pictures[number], choices.width)
     rows = describe(picture, choices.features)
     if len(rows) > choices.per_picture:
         chosen = np.random.default_rng([choices.seed, number]).permutation(len(rows))[: choices.per_picture]
@@ -213,7 +218,10 @@ def _sample(rows: Tensor, number: int, choices: Choices) -> Tensor:
 
 
 def _first_centres(words: Words, album: Album, choices: Choices) -> Tensor:
-    """Descriptors drawn from random pictures, wherever these are; more are drawn than needed, since a picture may have none."""
+    """Descriptors drawn from random pictures, wherever these are; more are drawn than needed, since a picture may have none.
+
+    If too few are found, they repeat; DataError if there are none.
+    """
     random = np.random.default_rng([choices.seed, 2])
     drawn = 4 * choices.words
     numbers, places = random.integers(album.size, size=drawn).tolist(), random.random(drawn).tolist()
@@ -223,7 +231,12 @@ def _first_centres(words: Words, album: Album, choices: Choices) -> Tensor:
             row[:-1] = words[number][int(place * len(words[number]))].float()
             row[-1] = 1
     dist.all_reduce(found)
-    return found[found[:, -1] > 0][: choices.words, :-1].contiguous()
+    found = found[found[:, -1] > 0, :-1]
+    if not len(found):
+        raise DataError(
+            f"no picture drawn from the album has a descriptor: features {choices.features}, width {choices.width}"
+        )
+    return found[torch.arange(choices.words) % len(found)].contiguous()
 
 
 def _one_step(state: dict[str, Any], points: Words, album: Album, choices: Choices, step: int) -> bool:

@@ -10,11 +10,11 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from examples.phones.desk import ask
 from titan_ckpt import Store, open_store
-from titan_ckpt.errors import ConditionFailedError, NotFoundError
+from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError
 from titan_ckpt.store.base import Buffer, ObjectInfo
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,20 @@ SMALL_BYTES = 256 << 10
 
 
 class PeersStore(Store):
-    """The files under `prefix` of all peers; `own` is the one at `address`, `others` are addresses, the next rank's first."""
+    """The files under `prefix` of all peers; `own` is the one at `address`, `others` are addresses, the next rank's first.
 
-    def __init__(self, own: Store, address: str, others: Sequence[str], prefix: str, *, copies: int = 2) -> None:
+    `on_fault` is told of a file that `own` cannot keep, before the error goes its way.
+    """
+
+    def __init__(
+        self, own: Store, address: str, others: Sequence[str], prefix: str, *, copies: int = 2,
+        on_fault: Callable[[StoreError], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         super().__init__(f"{own.url}/{prefix}")
         self._own = open_store(self.url)
         self._prefix, self._copies = prefix, copies
         self._address, self._others = address, list(others)
+        self._on_fault = on_fault
 
     def spread(self) -> None:
         """Copy this peer's files to those who lack them, as when they were written; for a crew with new members."""
@@ -51,7 +58,11 @@ class PeersStore(Store):
         return self._from_any(path, start, length)
 
     def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        info = self._own.write(path, parts)
+        try:
+            info = self._own.write(path, parts)
+        except StoreError as error:
+            self._on_fault(error)
+            raise
         self._send(path, self._others, self._num_copies(info.size_bytes))
         return self.stat(path)
 
@@ -114,9 +125,10 @@ class PeersStore(Store):
         """Send a file of this peer to the first `wanted` of `addresses` that can be reached."""
         if wanted <= 0:
             return
-        sent = self._ask_others("PUT", "files", path, body=self._own.read(path), addresses=addresses)
-        if sum(1 for _ in itertools.islice(sent, wanted)) < wanted:
-            log.warning("%s has fewer copies than it should: peers are gone", self.where(path))
+        answers = self._ask_others("PUT", "files", path, body=self._own.read(path), addresses=addresses)
+        kept = (address for address, answer in answers if answer is not None)
+        if sum(1 for _ in itertools.islice(kept, wanted)) < wanted:
+            log.warning("%s has fewer copies than it should: peers are gone, or cannot keep it", self.where(path))
 
     def _paths(self, answer: bytes) -> set[str]:
         return {path.removeprefix(f"{self._prefix}/") for path, _, _ in json.loads(answer)}

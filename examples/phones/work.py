@@ -7,7 +7,9 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Event
 from typing import Any
 
@@ -16,37 +18,50 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.phones.desk import Call
-from examples.phones.pictures import read_truth
 from examples.phones.progress import AXIS, Crew, Regroup
-from examples.phones.settings import AGAIN, DONE, FAILED, FILES, LABELS, Settings
+from examples.phones.settings import AGAIN, DONE, FAILED, FILES, LABELS, UNFIT, Settings
 from examples.phones.stages import Album, run_pipeline
 from examples.phones.store import PeersStore
 from titan_ckpt import TitanError, open_store
+from titan_ckpt.errors import DataError, StoreError, UsageError
 
 log = logging.getLogger(__name__)
 
 
-def work(settings: Settings, call: Call, knock: Event) -> None:
-    """The life of a crew on this peer; ends the process. A lost peer shows as an error of gloo or of titan-ckpt."""
+def work(settings: Settings, call: Call, knock: Event, reason: Connection) -> None:
+    """The life of a crew on this peer; ends the process. A lost peer shows as an error of gloo or of titan-ckpt.
+
+    What would fail in every crew, such as a picture that cannot be read, ends in UNFIT, with a message in `reason`.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     rank = call.members.index(settings.address)
+
+    def give_up(error: Exception) -> None:
+        reason.send(str(error) if isinstance(error, TitanError) else f"{type(error).__name__}: {error}")
+        os._exit(UNFIT)
+
     try:
-        crew = _meet(settings, call, rank, knock)
-        album = Album(folder=settings.album, size=len(read_truth(settings.album)), block=settings.choices.block)
+        crew = _meet(settings, call, rank, knock, give_up)
+        album = Album(pictures=settings.pictures, block=settings.choices.block)
         labels = run_pipeline(crew, album, settings.choices)
         (settings.home / LABELS).write_text(json.dumps(labels))
         crew.report("done")
         code = DONE
     except Regroup:
         code = AGAIN
-    except (RuntimeError, TitanError) as error:
+    except (DataError, UsageError) as error:
+        give_up(error)
+    except (RuntimeError, TitanError, ConnectionError, TimeoutError) as error:
         log.warning("generation %d, rank %d: the crew has failed: %s", call.generation, rank, error, exc_info=True)
         code = FAILED
+    except Exception as error:
+        log.exception("generation %d, rank %d: not the fault of a lost peer", call.generation, rank)
+        give_up(error)
     sys.stderr.flush()
     os._exit(code)  # no farewell to peers that may be gone
 
 
-def _meet(settings: Settings, call: Call, rank: int, knock: Event) -> Crew:
+def _meet(settings: Settings, call: Call, rank: int, knock: Event, give_up: Callable[[StoreError], None]) -> Crew:
     """Join the process group; RuntimeError if not all members come."""
     torch.set_num_threads(1)
     host = call.members[0].rpartition(":")[0]
@@ -59,7 +74,7 @@ def _meet(settings: Settings, call: Call, rank: int, knock: Event) -> Crew:
     started = time.process_time()
 
     def open_stage(name: str) -> PeersStore:
-        store = PeersStore(own, settings.address, others, name)
+        store = PeersStore(own, settings.address, others, name, on_fault=give_up)
         store.spread()
         return store
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from examples.phones.choices import Choices
 from examples.phones.crew import free_port, is_ready
-from examples.phones.pictures import read_truth
+from examples.phones.pictures import pictures_in, read_truth
 from examples.phones.progress import AXIS, Crew
 from examples.phones.score import adjusted_rand_index
 from examples.phones.stages import Album, run_pipeline
@@ -127,7 +127,7 @@ def _alone(album: Path, folder: Path) -> list[int]:
         is_knocked=lambda: False, report=_ignore,
     )  # fmt: skip
     choices = Choices(**CHOICES)
-    return run_pipeline(crew, Album(folder=album, size=len(read_truth(album)), block=choices.block), choices)
+    return run_pipeline(crew, Album(pictures=pictures_in(album), block=choices.block), choices)
 
 
 def _ignore(event: str, **details: Any) -> None:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from examples.phones.features import CELLS, grid_gradients
-from examples.phones.pictures import Camera, open_gray, photograph_path, read_truth, take_photograph, write_album
+from examples.phones.pictures import (
+    Camera,
+    open_gray,
+    photograph_path,
+    pictures_in,
+    read_truth,
+    take_photograph,
+    write_album,
+)
 from tests.phones.conftest import NUM_SCENES, drawn_scene
+from titan_ckpt.errors import DataError
 
 STILL = Camera(corner_shift=0.0, tilt_degrees=0.0, smallest_crop=1.0, light=(1.0, 1.0))
 
@@ -33,6 +43,17 @@ def test_pictures_open_at_the_width_asked_for(album: Path) -> None:
     picture = open_gray(photograph_path(album, 0), 80)
     assert picture.shape == (60, 80)
     assert 0 <= picture.min() < picture.max() <= 1
+
+
+def test_half_a_picture_is_named(album: Path, tmp_path: Path) -> None:
+    (tmp_path / "half.jpg").write_bytes(photograph_path(album, 0).read_bytes()[:2000])
+    assert pictures_in(tmp_path) == [tmp_path / "half.jpg"]
+    with pytest.raises(DataError, match=r"half\.jpg: cannot be read as a picture: image file is truncated"):
+        open_gray(tmp_path / "half.jpg", 80)
+
+
+def test_a_picture_smaller_than_a_descriptor_has_none() -> None:
+    assert grid_gradients(np.ones((15, 80), np.float32)).shape == (0, 128)
 
 
 def test_a_flat_picture_has_no_descriptors() -> None:

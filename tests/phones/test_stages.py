@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.distributed.device_mesh import init_device_mesh
 
 from examples.phones.choices import Choices
-from examples.phones.pictures import Camera, read_truth, write_album
+from examples.phones.pictures import Camera, pictures_in, read_truth, write_album
 from examples.phones.progress import AXIS, Crew, Regroup
 from examples.phones.score import adjusted_rand_index
 from examples.phones.stages import Album, run_pipeline, weighted
 from tests.phones.conftest import drawn_scene
 from titan_ckpt import open_store
+from titan_ckpt.errors import DataError
 
 CHOICES = Choices(
     features="gradients",
@@ -48,7 +51,7 @@ class Run:
             open_store=lambda stage: open_store(str(self.folder / stage)),
             is_knocked=lambda: self.events[-1]["stage"] == stop_in,
         )  # fmt: skip
-        album = Album(folder=self.album, size=len(read_truth(self.album)), block=CHOICES.block)
+        album = Album(pictures=pictures_in(self.album), block=CHOICES.block)
         return run_pipeline(crew, album, CHOICES)
 
     def resumed(self) -> dict[str, int]:
@@ -81,6 +84,24 @@ def test_a_stage_goes_on_where_it_was_stopped(stage: str, few: Path, undisturbed
     assert run.work() == undisturbed
     assert run.resumed()[stage] == 1
     assert adjusted_rand_index(read_truth(few), undisturbed) > 0.5
+
+
+def test_an_album_without_descriptors_is_refused(tmp_path: Path) -> None:
+    Image.new("RGB", (160, 120), "gray").save(tmp_path / "flat.jpg")
+    with pytest.raises(
+        DataError, match="no picture drawn from the album has a descriptor: features gradients, width 80"
+    ):
+        Run(tmp_path / "run", tmp_path).work()
+
+
+def test_few_descriptors_give_all_the_words(few: Path, tmp_path: Path) -> None:
+    for number in range(8):
+        Image.new("RGB", (160, 120), "gray").save(tmp_path / f"flat{number}.jpg")
+    shutil.copy(pictures_in(few)[0], tmp_path)
+    run = Run(tmp_path / "run", tmp_path)
+    with pytest.raises(Regroup):
+        run.work(stop_in="vocabulary")
+    assert len(run.work()) == 9
 
 
 def test_words_of_every_picture_weigh_nothing() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.phones.crew import call_all, free_port, look, next_call, sees_stranger, tell_labels
-from examples.phones.desk import WORKING, Call, Desk
+from examples.phones.crew import call_all, check_task, free_port, look, next_call, sees_stranger, tell_labels
+from examples.phones.desk import WAITING, WORKING, Call, Desk, Status
 from examples.phones.store import SMALL_BYTES, PeersStore
 from titan_ckpt import open_store
-from titan_ckpt.errors import ConditionFailedError, NotFoundError
+from titan_ckpt.errors import ConditionFailedError, NotFoundError, StoreError, UsageError
 
 LARGE = bytes(range(256)) * (SMALL_BYTES // 256 + 1)
 
@@ -134,3 +134,61 @@ def test_the_result_ends_the_wait_of_others(desks: list[Desk]) -> None:
     assert next_call(desks[1], book) is None
     assert desks[1].labels == [1, 2, 3]
     assert look(book)[book[0]].state == "finished"
+
+
+def test_a_peer_that_cannot_keep_files_knows_it(desks: list[Desk], tmp_path: Path) -> None:
+    (tmp_path / "peer1").write_text("a file where its folder should be")
+    _stores(desks)[0].write("large", [LARGE])
+    assert desks[1].fault is not None
+    assert "is a file where a folder is needed" in desks[1].fault
+    assert desks[2].store.exists("stage/large")  # the copy went to the next
+
+
+def test_a_fault_of_the_own_home_is_told(desks: list[Desk], tmp_path: Path) -> None:
+    (tmp_path / "peer0").write_text("a file where its folder should be")
+    told: list[StoreError] = []
+    store = PeersStore(desks[0].store, desks[0].address, [desks[1].address], "stage", on_fault=told.append)
+    with pytest.raises(StoreError):
+        store.write("small", [b"x"])
+    assert len(told) == 1
+
+
+def test_peers_with_another_task_form_no_crew(desks: list[Desk]) -> None:
+    book = [desk.address for desk in desks]
+    for desk, seed in zip(desks, [0, 7, 0], strict=True):
+        desk.status.task = {"pictures": 3, "album": "a", "seed": seed}
+    with pytest.raises(
+        UsageError, match=f"others: {book[0]} has seed 0 instead of 7; {book[2]} has seed 0 instead of 7"
+    ):
+        next_call(desks[1], book)
+    call = next_call(desks[0], book)
+    assert call is not None
+    assert call.members == (book[0], book[2])
+    assert not sees_stranger(desks[0], call, book)
+    assert not desks[1].take(call)
+
+
+def test_labels_of_another_task_are_not_taken(desks: list[Desk]) -> None:
+    desks[1].status.task = {"seed": 7}
+    tell_labels([1, 2, 3], desks[0], [desk.address for desk in desks])
+    assert [desk.labels for desk in desks] == [None, None, [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "states", "loser"),
+    [
+        ([7, 0, 0], [WAITING] * 3, 0),  # fewer
+        ([7, 0], [WAITING] * 2, 1),  # later in the book
+        ([7, 0], [WAITING, WORKING], 0),  # not at work
+    ],
+)
+def test_the_task_of_most_peers_goes_on(seeds: list[int], states: list[str], loser: int) -> None:
+    found = {
+        str(n): Status(state, task={"seed": seed}) for n, (seed, state) in enumerate(zip(seeds, states, strict=True))
+    }
+    for number, seed in enumerate(seeds):
+        if number == loser:
+            with pytest.raises(UsageError, match="Start all with the same --album and --choices"):
+                check_task({"seed": seed}, found)
+        else:
+            assert check_task({"seed": seed}, found) == [f"{loser} has seed {seeds[loser]} instead of {seed}"]
