@@ -121,6 +121,8 @@ class TorchtitanCheckpoint(Checkpoint):
             payload_offset=blob.payload_offset + skipped,
             payload_length=blob.payload_length - skipped,
             strides=None if is_dense else (strides[0] * origin.rows.stride, *strides[1:]),
+            is_conj=blob.is_conj,
+            is_neg=blob.is_neg,
         )
 
     def _source(self, origin: Origin, chunk: Chunk) -> Chunk:

@@ -144,11 +144,3 @@ def test_every_reader_compares_the_dtype(tmp_path: Path, reader: Callable[[Path,
     _with_dtype(folder, torch.int32)
     with pytest.raises(DamagedError, match="w at byte"):
         reader(folder, tmp_path / "out")
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_conjugated_foreign_view_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "step-3"
-    dcp.save({"w": torch.tensor([1 + 2j, 3 - 1j]).conj()}, checkpoint_id=folder)
-    with pytest.raises(DamagedError, match="resolve_conj"):
-        open_checkpoint(str(folder)).read("w")

@@ -10,7 +10,7 @@ import numpy as np
 from titan_ckpt.errors import DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.codec import PLANES_ZSTD, EncodedPayload, read_raw
 from titan_ckpt.format.digest import matches
-from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, storage_dtype
+from titan_ckpt.format.dtypes import ELEMENT_SIZE, Array, shown, storage_dtype
 from titan_ckpt.format.manifest import RAW, Chunk, TensorEntry
 from titan_ckpt.sharding.placement import Box, strides
 
@@ -98,7 +98,10 @@ def _read_part(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, inner:
         _check_digest(checkpoint, chunk, tensor, buffer)
     run = np.frombuffer(buffer, dtype=storage_dtype(tensor.dtype))
     held = np.lib.stride_tricks.as_strided(run, needed.sizes, [step * itemsize for step in steps], writeable=False)
-    return held[_slices(inner)] if verify else held
+    part = held[_slices(inner)] if verify else held
+    return (
+        shown(part, tensor.dtype, is_conj=chunk.is_conj, is_neg=chunk.is_neg) if chunk.is_conj or chunk.is_neg else part
+    )
 
 
 def _check_digest(checkpoint: Checkpoint, chunk: Chunk, tensor: TensorEntry, data: bytearray) -> None:

@@ -31,10 +31,29 @@ _STORED = {
     **dict.fromkeys([*_FLOAT8, "float8_e8m0fnu", "float4_e2m1fn_x2"], "<u1"),
 }
 
+_NO_NEGATIVES = ("bool", "float8", "float4", "uint16", "uint32", "uint64")
+
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that can hold the bytes of a tensor of `dtype`."""
     return np.dtype(_STORED.get(dtype) or np.dtype(dtype).newbyteorder("<"))
+
+
+def can_show(dtype: str, *, is_conj: bool, is_neg: bool) -> bool:
+    """Whether torch has conjugated, or negated, views of this dtype."""
+    return (not is_conj or dtype.startswith("complex")) and (not is_neg or not dtype.startswith(_NO_NEGATIVES))
+
+
+def shown(stored: Array, dtype: str, *, is_conj: bool, is_neg: bool) -> Array:
+    """The conjugates, the negatives, or both, of stored elements. Signs alone change, also of zeros and NaNs."""
+    if dtype.startswith("int") or dtype == "uint8":
+        return -stored if is_neg else stored
+    parts = 2 if dtype.startswith("complex") else 1
+    size = stored.dtype.itemsize // parts
+    signs = np.array([is_neg, is_neg != is_conj][:parts], dtype=f"<u{size}") << (8 * size - 1)
+    flipped: Array = np.ascontiguousarray(stored).reshape(-1).view(f"<u{size}").reshape(-1, parts) ^ signs
+    values: Array = flipped.reshape(-1).view(stored.dtype).reshape(stored.shape)
+    return values
 
 
 def decode(stored: Array, dtype: str) -> Array:

@@ -17,7 +17,7 @@ from typing import Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
 from titan_ckpt.format.digest import crc_digest
-from titan_ckpt.format.dtypes import ELEMENT_SIZE
+from titan_ckpt.format.dtypes import ELEMENT_SIZE, can_show
 from titan_ckpt.format.manifest import Chunk
 from titan_ckpt.format.torch_blob import STORAGE_DTYPE
 from titan_ckpt.parsing.json_values import show
@@ -152,13 +152,23 @@ def locate_payload(store: Store, path: str, chunk: Chunk, dtype: str) -> Chunk:
             code = store.read(path, chunk.offset + _start_of(store, path, chunk, pickled, where), pickled.file_size)
             if pickled.CRC not in (0, zlib.crc32(code)):  # 0: torch was configured to omit it
                 raise DamagedError(f"{where}: record {pickled.filename!r} is not what was saved: its CRC-32 differs")
-            strides = _strides(_TensorReader(code, where).load(), chunk, dtype, where)
+            arguments = _TensorReader(code, where).load()
+            is_conj, is_neg = _views(arguments, dtype, where)
+            strides = _strides(arguments, chunk, where)
             start = _start_of(store, path, chunk, data, where)
             _check_storage(names, chunk, dtype, where)
     except (*_NOT_A_ZIP, *_NOT_A_TENSOR) as error:
         raise DamagedError(f"{where}: not a tensor that torch.save wrote: {type(error).__name__}: {error}") from error
     crc = crc_digest(data.CRC) if _reach(chunk.box.sizes, strides) == chunk.box.num_elements else None
-    return replace(chunk, payload_offset=start, payload_length=data.file_size, strides=strides, digest=crc)
+    return replace(
+        chunk,
+        payload_offset=start,
+        payload_length=data.file_size,
+        strides=strides,
+        digest=crc,
+        is_conj=is_conj,
+        is_neg=is_neg,
+    )
 
 
 def _reach(sizes: Shape, strides: Shape | None) -> int:
@@ -195,8 +205,8 @@ def _start_of(store: Store, path: str, chunk: Chunk, info: zipfile.ZipInfo, wher
     return start
 
 
-def _check_kind(arguments: Any, dtype: str, where: str) -> None:
-    """DamagedError unless the pickled tensor has `dtype`, and its values as stored: not conjugated or negated when read."""
+def _views(arguments: Any, dtype: str, where: str) -> tuple[bool, bool]:
+    """Whether the values show as conjugates and as negatives. DamagedError unless the pickled tensor has `dtype`."""
     storage, of_v2 = arguments[0][1], arguments[6:]
     if storage.endswith("UntypedStorage"):
         found, flags = arguments[6].removeprefix("torch."), arguments[7:]
@@ -206,16 +216,16 @@ def _check_kind(arguments: Any, dtype: str, where: str) -> None:
         raise DamagedError(
             f"{where}: the index says {show(dtype)}, the stored tensor is {show(found)}: one of them is damaged"
         )
-    if any(flags):
-        raise DamagedError(
-            f"{where}: stored as a view to be computed when it is read ({show(flags[0])}), which titan-ckpt does not do: load it "
-            "with torch and save it again after `.resolve_conj().resolve_neg()`"
-        )
+    views = flags[0] if flags and flags[0] else {}
+    are_known = type(views) is dict and views.keys() <= {"conj", "neg"} and all(each is True for each in views.values())
+    is_conj, is_neg = (are_known and mark in views for mark in ("conj", "neg"))
+    if any(flags[1:]) or not are_known or not can_show(dtype, is_conj=is_conj, is_neg=is_neg):
+        raise DamagedError(f"{where}: stored as {show(flags[0])} of {dtype}; torch has no such view")
+    return is_conj, is_neg
 
 
-def _strides(arguments: Any, chunk: Chunk, dtype: str, where: str) -> Shape | None:
-    """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage, or not of `dtype`."""
-    _check_kind(arguments, dtype, where)
+def _strides(arguments: Any, chunk: Chunk, where: str) -> Shape | None:
+    """The stored strides, None for row-major. DamagedError if the tensor is not all of its storage."""
     storage, offset, found, strides = arguments[:4]
     if any(type(number) is not int for number in (storage[4], offset, *found, *strides)):
         raise DamagedError(f"{where}: stored with sizes {show(found)} and strides {show(strides)}, not whole numbers")

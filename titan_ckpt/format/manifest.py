@@ -51,7 +51,8 @@ class Chunk:
     The blob is `[offset, offset + length)` of the file, in the format that plain DCP reads. `payload_offset` is relative to the
     blob; `payload_length` is as stored, after `codec`. `digest` is xxh3-128 of the raw (decoded) payload; of a located
     foreign chunk the CRC-32 of its record (`format.digest`), None if torch wrote none. All sizes are in bytes. `strides` (in
-    elements) are set if a foreign dense tensor is not row-major.
+    elements) are set if a foreign dense tensor is not row-major; `is_conj` and `is_neg` if its values are the conjugates, the
+    negatives, of those stored.
     """
 
     fqn: str
@@ -64,6 +65,8 @@ class Chunk:
     codec: str
     digest: bytes | None
     strides: Shape | None = None
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

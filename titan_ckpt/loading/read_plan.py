@@ -130,13 +130,14 @@ class ReadPlan:
         path, payload = self.checkpoint.path(chunk.file), chunk.offset + chunk.payload_offset
         start = payload + (first * dtype.itemsize if chunk.codec == RAW else 0)
         is_whole_span = chunk.strides is None and (last - first) == inner.num_elements
-        is_straight = region.is_direct and view.is_contiguous() and is_whole_span
+        is_as_shown = not (chunk.is_conj or chunk.is_neg)
+        is_straight = region.is_direct and view.is_contiguous() and is_whole_span and is_as_shown
 
         def finish(data: memoryview) -> None:
             if expected is not None and not matches(data, expected):
                 raise DamagedError(damage(self.checkpoint, path, chunk.fqn, start, len(data)))
             if not is_straight:
-                _copy_box(data, inner, first, strides, dtype, view)
+                _copy_box(data, inner, first, chunk, dtype, view)
 
         self.report.fetched_bytes += length
         self.report.unverified_bytes += region.size_bytes if expected is None else 0
@@ -232,13 +233,13 @@ def _narrow(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor
 
 
-def _copy_box(
-    data: memoryview, inner: Box, first: int, strides: tuple[int, ...], dtype: torch.dtype, view: torch.Tensor
-) -> None:
+def _copy_box(data: memoryview, inner: Box, first: int, chunk: Chunk, dtype: torch.dtype, view: torch.Tensor) -> None:
     """Copy the box `inner` of a chunk of `dtype` into `view`; `data` starts at element `first` of the chunk."""
+    strides = chunk.strides or row_major(chunk.box.sizes)
     offset = sum(o * s for o, s in zip(inner.offsets, strides, strict=True)) - first
-    flat = torch.frombuffer(data, dtype=dtype)
-    copy_into(view, flat.as_strided(inner.sizes, strides, storage_offset=offset))
+    values = torch.frombuffer(data, dtype=dtype).as_strided(inner.sizes, strides, storage_offset=offset)
+    values = values.conj().resolve_conj() if chunk.is_conj else values
+    copy_into(view, values.neg() if chunk.is_neg else values)
 
 
 def pinned_memory(num_bytes: int) -> memoryview:

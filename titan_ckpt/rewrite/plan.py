@@ -222,6 +222,11 @@ def _payloads(checkpoint: Checkpoint, wanted: list[TensorEntry]) -> _Payloads:
                     f"{entry.fqn}: stored with strides {chunk.strides}, not row-major, which cannot be streamed; save it again "
                     f"after `.contiguous()`"
                 )
+            if chunk.is_conj or chunk.is_neg:
+                raise PlanError(
+                    f"{entry.fqn}: stored as a view, to be computed when it is read, which cannot be streamed; save it again "
+                    f"after `.resolve_conj().resolve_neg()`"
+                )
             row = entry.first_chunk + index
             starts[row], lengths[row] = chunk.payload_offset, chunk.payload_length
             if chunk.digest is not None:
