@@ -126,7 +126,7 @@ PROMISES = (
     _lines("lines of parallelize", 300, "trainer/parallel/parallelize.py"),
     _lines("lines of the loop", 250, "trainer/job/loop.py"),
     _tested("train", "sample order over 4 -> 2 -> 3 -> 8 ranks; an agent killed and back", "exact", "trainer/test_elastic.py"),
-    _train("memory estimate against torchtitan's tables", "within 10 %", "published", "^memory"),
+    _train("memory estimate, with torchtitan's loss, against its tables", "within 10 %", "published", "^memory"),
     _train("predicted tokens/s of rows not fitted: error; Spearman", "<= 15 %; >= 0.9", "published", "not fitted"),
     _train("metrics and recorder, of a step of 100 ms", "<= 1 %", "trainer overhead"),
     _train("loader, over the demo's rate", ">= 2 x", "trainer loader", "demo"),

@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import NoReturn
 
 from titan_ckpt.arguments import check_number, check_whole
@@ -30,7 +29,8 @@ from titan_ckpt.trainer.data.tokenizer import open_tokenizer
 from titan_ckpt.trainer.job.job import EndReason
 from titan_ckpt.trainer.job.rank_process import RankProcess
 from titan_ckpt.trainer.job.setup import run_rank
-from titan_ckpt.trainer.launch.estimate import estimate_training, format_estimate
+from titan_ckpt.trainer.launch.estimate import estimate_training
+from titan_ckpt.trainer.launch.estimate_text import estimate_facts, format_estimate
 from titan_ckpt.trainer.launch.gpus import GPUS
 from titan_ckpt.trainer.launch.launch import (
     MAX_LOCAL_RANKS,
@@ -46,6 +46,7 @@ from titan_ckpt.trainer.launch.launch import (
 )
 from titan_ckpt.trainer.launch.planner import CHOSEN, format_plan, search
 from titan_ckpt.trainer.launch.preflight import preflight
+from titan_ckpt.trainer.launch.published import compare
 from titan_ckpt.trainer.launch.save_schedule import save_schedule
 from titan_ckpt.trainer.model.lora import export_adapter
 from titan_ckpt.trainer.report.logs import RunFolder, run_folder
@@ -101,16 +102,15 @@ def _check_numbers(arguments: Namespace) -> None:
 def show_estimate(config: TrainConfig, arguments: Namespace) -> int:
     """Print what a rank of the mesh needs."""
     mesh = resolve_mesh(config, num_ranks(config, arguments.nproc))
-    found = estimate_training(config, mesh)
+    found, row = estimate_training(config, mesh), compare(arguments.config, config, mesh)
     rate = upload_rate(arguments)
     saves = save_schedule(
         found.checkpoint_bytes_per_rank, mesh.world_size, rank_mtbf_h=arguments.rank_mtbf_hours, bandwidth=rate
     )
     if arguments.json:
-        facts = asdict(found) | {"mesh": str(mesh), "peak_bytes": found.memory.total, "saves": asdict(saves)}
-        write_json(facts, indent=None)
+        write_json(estimate_facts(found, saves, row), indent=None)
     else:
-        write_text(format_estimate(found, saves))
+        write_text(format_estimate(found, saves, row))
     return 0
 
 

@@ -183,10 +183,12 @@ def table(fitted: Sequence[Row], judged: Sequence[Row]) -> str:
 
 
 NOTES = """\
-Tokens/s are per GPU. GiB: published / estimated by `--estimate` with torchtitan's loss; the estimate's terms were written with
-these peaks in view, so no row is held out. MFU: predicted, against 989.4 TFLOPS, attention counted as PaLM does. Configs:
-`titan-ckpt train torchtitan/NAME`. Sources and assumptions: trainer/launch/published.py. Rows in order of published tokens/s:
-the 1st, 3rd, 5th ... fit the constants, the others judge them; the rule was set before the first fit.
+Tokens/s are per GPU. GiB: published / estimated with torchtitan's loss (4, 14 or 18 bytes per logit, ours has 8) and its keys and
+values, repeated to all heads over cp; the estimate's terms were written with these peaks in view, so no row is held out. Both
+columns are the last lines of `titan-ckpt train torchtitan/NAME --estimate`; the peak above them is our trainer's, which has no
+published figure. MFU: predicted, against 989.4 TFLOPS, attention counted as PaLM does. Sources and assumptions:
+trainer/launch/published.py. Rows in order of published tokens/s: the 1st, 3rd, 5th ... fit the constants, the others judge them;
+the rule was set before the first fit.
 
 {table}
 

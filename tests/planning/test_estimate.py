@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 
 import pytest
 
@@ -15,7 +17,7 @@ from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_traini
 from titan_ckpt.trainer.launch.gpus import GIB
 from titan_ckpt.trainer.launch.published import ROWS, Published
 from titan_ckpt.trainer.launch.save_schedule import best_interval_s
-from tools.paths import CONFIGS
+from tools.paths import CONFIGS, DOCS
 
 
 def _estimate(name: str, world_size: int, *sets: str) -> TrainingEstimate:
@@ -34,6 +36,21 @@ def test_memory_is_within_ten_percent_of_torchtitans_tables(row: Published) -> N
     assert found.memory.total / GIB == pytest.approx(row.memory_gib, rel=0.10)
 
 
+def test_published_rows_print_performance_mds_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(r"^\| (\S+) +\| ([\d.]+) / ([\d.]+) \|", (DOCS / "performance.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(WITH_MEMORY)
+    for name, there, ours in rows:
+        assert main(["train", f"torchtitan/{name}", "--estimate", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["published"]
+        assert [f"{found[key] / GIB:.1f}" for key in ("published_peak_bytes", "peak_bytes")] == [there, ours]
+
+
+def test_a_changed_recipe_is_no_published_row(capsys: pytest.CaptureFixture[str]) -> None:
+    for sets, is_row in (([], True), (["--set", "log.every=7"], True), (["--set", "mesh.loss_chunk_tokens=9"], False)):
+        assert main(["train", "torchtitan/70b_256/tp", "--estimate", *sets]) == 0
+        assert ("published 71.90, -9.2% off" in capsys.readouterr().out) == is_row
+
+
 def test_every_published_row_is_a_config_of_the_package() -> None:
     assert sorted(row.config for row in ROWS) == published()
     assert len(WITH_MEMORY) == 20
@@ -42,6 +59,41 @@ def test_every_published_row_is_a_config_of_the_package() -> None:
 def test_estimates_refuse_adapters() -> None:
     with pytest.raises(ConfigError, match="lora"):
         _estimate("tiny", 1, "lora.rank=8", "resume.from=base")
+
+
+@pytest.mark.parametrize("nproc", [1, 8])
+def test_offloaded_state_is_in_host_memory(nproc: int) -> None:
+    plain, moved = (_estimate("llama3_8b", nproc, f"mesh.cpu_offload={word}") for word in ("false", "true"))
+    memory = plain.memory
+    assert (moved.host.parameters, moved.host.optimizer) == (memory.parameters, memory.optimizer)
+    assert moved.host.total == 16 * moved.num_parameters / nproc > plain.host.total == 0
+    assert moved.memory.parameters == moved.memory.gradients == moved.memory.optimizer == 0
+    assert moved.memory.gathered > max(
+        plain.memory.gathered, moved.num_parameters / 4
+    )  # and a block's shards, passing through
+    assert moved.memory.total < memory.total
+
+
+def test_host_memory_is_printed_if_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split("train llama3_8b --nproc 8 --estimate --set mesh.cpu_offload=true")) == 0
+    text = capsys.readouterr().out
+    assert "host memory of a rank, with mesh.cpu_offload" in text
+    assert "14.96 GiB" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["torchtitan/70b_256/tp", "torchtitan/405b_cp/cp8", "llama3_8b --nproc 8 --set mesh.activation_checkpoint=full"],
+)
+def test_printed_parts_add_up_to_the_peak(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *words.split(), "--estimate"]) == 0
+    text = capsys.readouterr().out.partition("collectives")[0]
+    *parts, peak = (float(size) for size in re.findall(r"^  .* ([\d.]+) GiB$", text, re.MULTILINE))
+    assert sum(parts) == pytest.approx(peak, abs=0.05)
+    assert "which is in " in text
+    assert main(["train", *words.split(), "--estimate", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert sum(facts["peak_parts"].values()) == pytest.approx(facts["peak_bytes"])
 
 
 def test_sharding_axes_divide_the_state_and_replicas_do_not() -> None:
@@ -77,6 +129,42 @@ def test_our_loss_by_chunks_needs_less_than_whole_logits() -> None:
 )
 def test_traffic_names_the_axes_that_are_used(sets: list[str], names: list[str]) -> None:
     assert [traffic.name for traffic in _estimate("tiny", 8, *sets).traffic] == names
+
+
+def _sent(name: str, ranks: int, *sets: str) -> float:
+    found = _estimate("llama3_8b", ranks, "train.global_batch_size=64", *sets).traffic
+    return next(traffic.size_bytes for traffic in found if traffic.name.startswith(name))
+
+
+@pytest.mark.parametrize("name", ["FSDP all-gather", "FSDP reduce-scatter", "TP", "CP", "HSDP"])
+def test_every_axis_counts_the_bytes_that_a_rank_sends(name: str) -> None:
+    """Of n ranks (n - 1) / n of what is gathered; a rank's microbatches grow as its data ranks become fewer."""
+
+    def sent(n: int) -> float:
+        match name:
+            case "TP":
+                return _sent(name, n, f"mesh.tp={n}", "mesh.dp_shard=1")
+            case "CP":
+                return _sent(name, n, f"mesh.cp={n}", "mesh.dp_shard=1", "mesh.cp_method=all_gather")
+            case "HSDP":
+                return _sent(
+                    name, 8 * n, f"mesh.dp_replicate={n}", "mesh.dp_shard=8", f"train.global_batch_size={8 * n}"
+                )
+            case _:
+                return _sent(name, n, f"train.global_batch_size={n}")
+
+    assert sent(8) / sent(2) == pytest.approx((7 / 8) / (1 / 2))
+
+
+def test_traffic_is_what_a_rank_of_the_model_sends() -> None:
+    layers, tokens, dim, kv, runs = 32, 8192, 4096, 1024, 64
+    assert _sent("TP", 2, "mesh.tp=2") == runs * layers * 8 * tokens * dim * 2 / 2
+    ring = 2 * (3 * 2 + 3 * 2 + 4 * 4)  # keys and values: on thrice, forward and backward; float32 gradients four times
+    assert _sent("CP", 4, "mesh.cp=4") == runs * layers * tokens / 4 * kv * ring
+    pipeline = _estimate(
+        "llama3_8b", 4, "mesh.pp=2", "mesh.cp=2", "mesh.microbatches=4", "train.microbatch_size=4"
+    ).traffic
+    assert next(t.calls for t in pipeline if t.name.startswith("CP")) % 4 == 0
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,20 @@
 
 Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
 (see `trainer.parallel.recompute`). Not counted, so that real peaks are a few percent higher: the allocator's fragmentation,
-NCCL's buffers (1 to 2 GiB), the CUDA context. With torchtitan's loss, all estimates are within 10 % of its published peaks
-(docs/performance.md).
+NCCL's buffers (1 to 2 GiB), the CUDA context. With torchtitan's loss, and its keys and values over cp, the estimates are
+within 10 % of its published peaks (docs/performance.md); of ours there are none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
-from titan_ckpt.trainer.data.batches import BatchShape
-from titan_ckpt.trainer.device_mesh import DATA_AXES, FSDP_AXES
-from titan_ckpt.trainer.launch.gpus import GIB
-from titan_ckpt.trainer.launch.save_schedule import SaveSchedule
-from titan_ckpt.trainer.launch.stage_parameters import Parameters, stage_parameters
+from titan_ckpt.trainer.device_mesh import FSDP_AXES
+from titan_ckpt.trainer.launch.stage_parameters import WIDTH, Parameters, stage_parameters
+from titan_ckpt.trainer.launch.traffic import CollectiveTraffic, collectives
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import (
@@ -31,7 +28,6 @@ from titan_ckpt.trainer.parallel.config import (
     stages_of_rank,
 )
 
-WIDTH = {"float32": 4, "bfloat16": 2}
 MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2}  # bytes of AdamW's two
 
 
@@ -51,7 +47,7 @@ OURS = Implementation()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, reached in the loss or in the first block's backward."""
+    """Bytes of one rank's device; the peak of a step is reached in the loss or in the first block's backward."""
 
     parameters: float
     gradients: float
@@ -65,18 +61,38 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum; logits and a block's backward do not exist at the same time."""
-        held = self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.pipeline
-        return held + max(self.logits, self.block + self.context)
+        """The peak; logits and a block's backward do not exist at the same time."""
+        return max(sum(parts.values()) for parts in self.moments().values())
+
+    @property
+    def peak_moment(self) -> str:
+        """The moment of the peak, a key of `moments`."""
+        return max(moments := self.moments(), key=lambda moment: sum(moments[moment].values()))
+
+    def moments(self) -> dict[str, dict[str, float]]:
+        """The parts that exist together, by name, in the loss and in a block's backward."""
+        held = {
+            "parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer,
+            "gathered by FSDP": self.gathered, "activations": self.activations, "between pipeline stages": self.pipeline,
+        }  # fmt: skip
+        return {
+            "the loss": held | {"logits and loss": self.logits},
+            "a block's backward": held | {"one block's backward": self.block, "keys and values of cp": self.context},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTraffic:
-    """One kind of collective in a step: calls per rank, and the sum of their largest buffers."""
+class State:
+    """Bytes of the training state that a rank owns."""
 
-    name: str
-    calls: int
-    size_bytes: float
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum."""
+        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +102,7 @@ class TrainingEstimate:
     mesh: MeshSpec
     num_parameters: int
     memory: Memory
+    host: State  # in host memory, with `mesh.cpu_offload`
     traffic: list[CollectiveTraffic]
     checkpoint_bytes: float
     checkpoint_bytes_per_rank: float
@@ -110,7 +127,10 @@ def estimate_training(
         mesh=mesh,
         num_parameters=total,
         memory=max(memories, key=lambda memory: memory.total),
-        traffic=_traffic(config, mesh, max(ranks, key=lambda rank: rank.all)),
+        host=max((_state(mesh, rank, state) for rank in ranks), key=lambda host: host.total)
+        if config.mesh.cpu_offload
+        else State(),
+        traffic=collectives(config, mesh, max(ranks, key=lambda rank: rank.all)),
         checkpoint_bytes=saved,
         checkpoint_bytes_per_rank=saved / mesh.world_size,
     )
@@ -139,6 +159,12 @@ def check_known(config: TrainConfig) -> None:
         raise ConfigError(f"--estimate and --plan know the trainer's own decoder, not {config.spec.name}")
 
 
+def _state(mesh: MeshSpec, weights: Parameters, per_parameter: float) -> State:
+    """Float32 weights and gradients, and the optimizer's state, of a rank's shards."""
+    mine = weights.sharded(mesh)
+    return State(parameters=4.0 * mine, gradients=4.0 * mine, optimizer=per_parameter * mine)
+
+
 def _memory(
     config: TrainConfig,
     mesh: MeshSpec,
@@ -148,7 +174,8 @@ def _memory(
     implementation: Implementation,
 ) -> Memory:
     model, parallel = config.model, config.mesh
-    tp, mine = mesh.degree("tp"), weights.sharded(mesh)
+    tp = mesh.degree("tp")
+    held = State() if parallel.cpu_offload else _state(mesh, weights, per_parameter)
     width = WIDTH[parallel.param_dtype]
     tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp") / num_microbatches(parallel, mesh)
     stages = stages_of_rank(parallel, mesh, pp_rank)
@@ -160,9 +187,9 @@ def _memory(
         kept += (len(indices) - dense) * _kept_per_token(model, parallel, tp, is_mixture=True)
     has_head = num_stages(parallel, mesh) - 1 in stages
     return Memory(
-        parameters=4.0 * mine,
-        gradients=4.0 * mine,
-        optimizer=per_parameter * mine,
+        parameters=held.parameters,
+        gradients=held.gradients,
+        optimizer=held.optimizer,
         gathered=_gathered(config, mesh, weights),
         activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
         block=tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
@@ -209,10 +236,19 @@ def _boundaries(config: TrainConfig, mesh: MeshSpec, pp_rank: int, tokens: float
 
 
 def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float:
-    """Weights gathered by FSDP, and their gradients before reduction."""
+    """Weights gathered by FSDP, and their gradients before reduction.
+
+    FSDP gathers offloaded weights on one rank too; a block's shards and their gradients pass through the device.
+    """
+    parallel = config.mesh
+    if parallel.cpu_offload:
+        reduce = WIDTH[parallel.reduce_dtype]
+        return _unsharded(config, mesh, weights) + _block_parameters(config.model).sharded(mesh) * (4 + reduce)
+    return _unsharded(config, mesh, weights) if mesh.degree(FSDP_AXES) > 1 else 0.0
+
+
+def _unsharded(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float:
     model, parallel, tp = config.model, config.mesh, mesh.degree("tp")
-    if mesh.degree(FSDP_AXES) == 1:
-        return 0.0
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
     layer = _block_parameters(model).over_model(parallel)
@@ -290,104 +326,3 @@ def _block_per_token(model: ModelConfig, tp: int, *, is_mixture: bool = False) -
         feed_forward = experts.per_token * (6 * model.dim + 4 * experts.ffn_dim) + 4 * experts.shared * experts.ffn_dim
     inside = (3 * heads + 4 * kv + feed_forward) / tp  # rotated and plain q, k; v; attention; gate, up, silu, product
     return between + gathered + inside
-
-
-def _traffic(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> list[CollectiveTraffic]:
-    """The collectives of a rank in one optimizer step."""
-    model, parallel = config.model, config.mesh
-    width, tp, pp = WIDTH[parallel.param_dtype], mesh.degree("tp"), mesh.degree("pp")
-    runs = BatchShape(
-        global_batch_size=config.train.global_batch_size, microbatch_size=config.train.microbatch_size,
-        data_degree=mesh.degree(DATA_AXES),
-    ).accumulation  # fmt: skip
-    layers, micro = model.n_layers // pp, num_microbatches(parallel, mesh)
-    tokens = config.train.microbatch_size * config.data.seq_len / mesh.degree("cp")
-    hidden = tokens * model.dim * width
-    found = _data_parallel_traffic(config, mesh, weights, runs)
-    if tp > 1:
-        passes = 3 if parallel.activation_checkpoint == "full" else 2
-        calls = runs * micro * layers * 4 * passes
-        found.append(
-            CollectiveTraffic(name="TP all-gather and reduce-scatter", calls=calls, size_bytes=calls * hidden / micro)
-        )
-    if parallel.ep > 1 and model.experts is not None:
-        passes = 6 if parallel.activation_checkpoint == "full" else 4
-        calls = runs * micro * (model.n_layers - model.dense_layers) // pp * passes
-        rows = hidden * model.experts.per_token / (tp if parallel.sequence_parallel else 1)
-        found.append(CollectiveTraffic(name="EP all-to-all", calls=calls, size_bytes=calls * rows / micro))
-    if pp > 1:
-        each = num_stages(parallel, mesh) // pp * 2
-        cut = tp if parallel.sequence_parallel else 1
-        found.append(
-            CollectiveTraffic(
-                name="PP send and receive", calls=runs * micro * each, size_bytes=runs * each * hidden / cut
-            )
-        )
-    if mesh.degree("cp") > 1:
-        kv = 2 * tokens * model.n_kv_heads * model.head_size / tp * width
-        hops = mesh.degree("cp") - 1
-        found.append(
-            CollectiveTraffic(
-                name="CP keys and values", calls=runs * layers * hops * 3, size_bytes=runs * layers * hops * 3 * kv
-            )
-        )
-    return found
-
-
-def _data_parallel_traffic(
-    config: TrainConfig, mesh: MeshSpec, weights: Parameters, runs: int
-) -> list[CollectiveTraffic]:
-    """What FSDP and HSDP move in one optimizer step of `runs` accumulated batches."""
-    parallel = config.mesh
-    width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
-    pp, mine = mesh.degree("pp"), weights.over_model(parallel)
-    fsdp = mesh.degree(FSDP_AXES)
-    layers = config.model.n_layers // pp
-    found = []
-    if fsdp > 1:
-        times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
-        found.append(
-            CollectiveTraffic(
-                name="FSDP all-gather",
-                calls=runs * times * (layers + 1),
-                size_bytes=runs * times * mine * width,
-            )
-        )
-        found.append(
-            CollectiveTraffic(name="FSDP reduce-scatter", calls=runs * (layers + 1), size_bytes=runs * mine * reduce)
-        )
-    if mesh.degree("dp_replicate") > 1:
-        found.append(
-            CollectiveTraffic(
-                name="HSDP all-reduce", calls=runs * (layers + 1), size_bytes=runs * weights.sharded(mesh) * reduce
-            )
-        )
-    return found
-
-
-def format_estimate(found: TrainingEstimate, saves: SaveSchedule) -> str:
-    """The estimate as text."""
-    memory = found.memory
-    rows = [
-        ("parameters", memory.parameters), ("gradients", memory.gradients), ("optimizer", memory.optimizer),
-        ("gathered by FSDP", memory.gathered), ("activations", memory.activations), ("one block's backward", memory.block),
-        ("keys and values of cp", memory.context),
-        ("logits and loss", memory.logits), ("between pipeline stages", memory.pipeline), ("peak", memory.total),
-    ]  # fmt: skip
-    lines = [
-        f"mesh {found.mesh}: {found.mesh.world_size} ranks, {found.num_parameters / 1e9:.3f} B parameters",
-        "",
-        "memory per rank",
-    ]
-    lines += [f"  {name:<34}{size / GIB:>10.2f} GiB" for name, size in rows]
-    lines += ["", "collectives of a rank per step"]
-    lines += [f"  {t.name:<34}{t.calls:>8} calls  {format_size(t.size_bytes):>10}" for t in found.traffic] or ["  none"]
-    rank_h = saves.failure_every_s * found.mesh.world_size / 3600
-    lines += [
-        "", "checkpoints",
-        f"  size: {format_size(found.checkpoint_bytes)}, {format_size(found.checkpoint_bytes_per_rank)} per rank",
-        f"  a save stops training for {format_duration(saves.stall_s)} and uploads for {format_duration(saves.upload_s)}",
-        f"  a failure every {format_duration(saves.failure_every_s)} ({rank_h:g} h per rank): "
-        f"save every {format_duration(saves.save_every_s)}",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"

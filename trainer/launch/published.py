@@ -13,10 +13,17 @@ pipeline ran is not published; torchtitan's default is taken, one per stage.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
-from titan_ckpt.trainer.launch.estimate import Implementation
-from titan_ckpt.trainer.launch.gpus import H100_500W, H200, Gpu
+from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.config.recipes import find_config
+from titan_ckpt.trainer.config.toml_records import resolve
+from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size, resolve_mesh
+from titan_ckpt.trainer.launch.estimate import Implementation, estimate_training
+from titan_ckpt.trainer.launch.gpus import GIB, H100_500W, H200, Gpu
+from titan_ckpt.trainer.launch.throughput import predict
 
 # Bytes per logit at the peak of the loss. Eager cross-entropy: bfloat16 logits; float32 copy, log-softmax and gradient.
 # Vocabulary cut by tp: DTensor's loss parallel makes two float32 temporaries besides. Compiled (June 2025): bfloat16 logits
@@ -76,3 +83,39 @@ def fitted_and_judged() -> tuple[list[Published], list[Published]]:
     """The rows in order of published tokens/s: the 1st, 3rd, 5th ... fit the model's constants, the others judge it."""
     ordered = sorted(ROWS, key=lambda row: row.tokens_per_s)
     return ordered[::2], ordered[1::2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A published row beside its prediction with torchtitan's loss and repeated keys and values, as in docs/performance.md."""
+
+    published: Published
+    peak_bytes: float
+    tokens_per_s: float
+
+    def facts(self) -> dict[str, Any]:
+        """The record of `--json`; bytes, tokens per second and GPU."""
+        memory = self.published.memory_gib
+        return {
+            "peak_bytes": self.peak_bytes,
+            "published_peak_bytes": None if memory is None else memory * GIB,
+            "tokens_per_s": self.tokens_per_s,
+            "published_tokens_per_s": self.published.tokens_per_s,
+            "logit_bytes": self.published.implementation.logit_bytes,
+        }
+
+
+def compare(given: str, config: TrainConfig, mesh: MeshSpec) -> Comparison | None:
+    """The published row of the config named `given`; None without one, or if `config` or `mesh` is no longer the row's."""
+    path = os.path.realpath(find_config(given))
+    row = next((row for row in ROWS if os.path.realpath(find_config(row.config)) == path), None)
+    if row is None:
+        return None
+    theirs = resolve(TrainConfig, path, ()).config
+    if mesh != resolve_mesh(theirs, fixed_world_size(theirs) or 1) or any(
+        getattr(config, table) != getattr(theirs, table) for table in ("spec", "mesh", "train", "data", "optimizer")
+    ):
+        return None
+    found = estimate_training(config, mesh, implementation=row.implementation)
+    speed = predict(config, mesh, row.gpu, implementation=row.implementation)
+    return Comparison(published=row, peak_bytes=found.memory.total, tokens_per_s=speed.tokens_per_s)

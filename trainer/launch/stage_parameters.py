@@ -13,6 +13,8 @@ from titan_ckpt.trainer.parallel.config import ParallelConfig, layer_ranges
 from titan_ckpt.trainer.seams.model import ModelSpec
 from titan_ckpt.trainer.seams.patterns import ancestors_of, is_below
 
+WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of an element
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:

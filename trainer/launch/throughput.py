@@ -21,8 +21,9 @@ from dataclasses import dataclass, fields
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.data.batches import BatchShape
-from titan_ckpt.trainer.launch.estimate import OURS, WIDTH, Implementation, kv_width
+from titan_ckpt.trainer.launch.estimate import OURS, Implementation, kv_width
 from titan_ckpt.trainer.launch.gpus import Gpu
+from titan_ckpt.trainer.launch.stage_parameters import WIDTH
 from titan_ckpt.trainer.model.decoder import ModelConfig, flops_per_token
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import (
