@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.errors import DamagedError, UnsafeContentError
@@ -22,11 +23,13 @@ _CLASSES = {
     f"{_WORKFLOWS}.float8.float8_tensor": "Float8Tensor QuantizeTensorToFloat8Kwargs",
     f"{_WORKFLOWS}.intx.intx_unpacked_to_int8_tensor": "IntxUnpackedToInt8Tensor",
     f"{_WORKFLOWS}.int4.int4_tensor": "Int4Tensor",
-    f"{_WORKFLOWS}.nf4.nf4_tensor": "NF4Tensor",
+    f"{_WORKFLOWS}.nf4.nf4_tensor": "NF4Tensor SubclassTensorArgs",
     f"{_QUANTIZATION}.quantize_.common.kernel_preference": "KernelPreference",
     f"{_QUANTIZATION}.quant_primitives": "MappingType ZeroPointDomain",
     f"{_QUANTIZATION}.granularity": "PerRow PerTensor PerGroup PerAxis PerBlock PerToken",
     "torchao.float8.inference": "Float8MMConfig",
+    "torchao.float8.float8_training_tensor": "Float8TrainingTensor LinearMMConfig ScaledMMConfig GemmInputRole",
+    "torchao.sparsity.blocksparse": "BlockSparseTensor",
     f"{_FORMATS}.mx_tensor": "MXTensor QuantizeTensorToMXKwargs",
     f"{_FORMATS}.config": "ScaleCalculationMode",
     f"{_FORMATS}.nvfp4_tensor": "NVFP4Tensor QuantizeTensorToNVFP4Kwargs",
@@ -110,11 +113,27 @@ def _tensor(parts: dict[str, Any], mark: Mark, allowed: Mapping[str, Any], where
     if any(each is None for each in tensors.values()):
         return parts
     try:
-        return kind.__tensor_unflatten__(tensors, mark.context, mark.shape, strides(mark.shape))
+        return kind.__tensor_unflatten__(tensors, _on_cpu(mark.context), mark.shape, strides(mark.shape))
     except Exception as error:
         raise DamagedError(
             f"{where}: a {mark.name} cannot be made of its parts: {type(error).__name__}: {error}"
         ) from error
+
+
+def _on_cpu(context: Any) -> Any:
+    """A context with the device where the parts are now, in place of the one that the tensor was on."""
+    import torch  # most tools run without
+
+    if isinstance(context, torch.device):
+        return torch.device("cpu")
+    if type(context) in (list, tuple):
+        return type(context)(map(_on_cpu, context))
+    if type(context) is dict:
+        return {key: _on_cpu(each) for key, each in context.items()}
+    if is_dataclass(context) and not isinstance(context, type):
+        devices = [each.name for each in fields(context) if isinstance(getattr(context, each.name), torch.device)]
+        return replace(context, **dict.fromkeys(devices, torch.device("cpu"))) if devices else context
+    return context
 
 
 def one_for_all(stored: torch.Tensor, num_dims: int) -> torch.Tensor | None:

@@ -6,7 +6,7 @@ A part of a DTensor's shard is a DTensor too, cut as the whole is, so that it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import prod
 from typing import Any
 
@@ -80,9 +80,12 @@ def _is_made_of_others(tensor: object) -> bool:
 
 
 def without_shapes(context: Any, num_dims: int) -> Any:
-    """A context without the sizes in it, which differ from shard to shard; for comparing."""
-    if _are_sizes(context, num_dims):
+    """A context without the sizes in it, which differ from shard to shard, and without devices; for comparing."""
+    if _are_sizes(context, num_dims) or isinstance(context, torch.device):
         return None
+    if is_dataclass(context) and not isinstance(context, type):
+        values = {each.name: without_shapes(getattr(context, each.name), num_dims) for each in fields(context)}
+        return (type(context).__qualname__, values)
     if isinstance(context, list | tuple):
         return [without_shapes(each, num_dims) for each in context]
     if isinstance(context, dict):
