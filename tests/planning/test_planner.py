@@ -71,9 +71,22 @@ def test_what_cannot_fit_is_refused_by_how_much() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "num_gpus", "batch"), [("llama3_8b", 32, 1), ("llama3_8b", 64, 1), ("llama3_405b", 16384, 512)]
+)
+def test_short_parts_are_searched_where_long_ones_fail(name: str, num_gpus: int, batch: int) -> None:
+    sets = [f"train.global_batch_size={batch}", "data.seq_len=8192"]
+    for choice in _search(name, num_gpus, *sets, gpu=H200).best:
+        again = _config(name, *sets, *choice.settings)
+        check_config(again)
+        assert resolve_mesh(again, num_gpus) == choice.mesh
+        assert 2 < choice.mesh.degree("cp") <= 8
+
+
+@pytest.mark.parametrize(
     ("sets", "words"),
     [
         (["train.global_batch_size=3"], "no mesh of 1024 x H100"),
+        (["train.global_batch_size=1"], r"at least 1024 tokens.*no such degrees make 1024\. Change the batch"),
         (["lora.rank=8", "resume.from=base"], "lora.rank"),
     ],
 )
@@ -110,6 +123,12 @@ def test_plan_as_json_has_memory_speed_and_saves(capsys: pytest.CaptureFixture[s
     assert first["checkpoint_bytes_per_rank"] == pytest.approx(12 * 8.03e9 / 8, rel=0.01)
     assert first["checkpoint_upload_s"] == first["checkpoint_bytes_per_rank"] / 2e9
     assert 60 * GIB < first["memory_bytes"] < 139 * GIB
+
+
+def test_the_plan_says_that_parts_are_short(capsys: pytest.CaptureFixture[str]) -> None:
+    for batch, is_said in ((1, True), (64, False)):
+        assert main(shlex.split(f"train llama3_8b --plan --gpus 64 --set train.global_batch_size={batch}")) == 0
+        assert ("so shorter parts were searched too" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 
 SHOWN = 10
 SAMPLES = (1, 2, 4, 8)  # per forward
-MIN_CP_TOKENS = 4096  # of a rank; shorter parts make cp's messages too small
+# Tokens of a rank under cp. Parts shorter than the first make cp's messages small: searched only if longer ones give nothing.
+CP_TOKENS = (4096, 1024)
 ActivationCheckpoint: TypeAlias = Literal["none", "selective", "full"]
 METHODS: tuple[ActivationCheckpoint, ...] = ("none", "selective", "full")
 
@@ -81,11 +82,26 @@ class Search:
 def search(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Search:
     """The fastest settings that fit; ConfigError if none does, saying by how much."""
     _check_planned(config)
-    tried = [(_predicted(one, num_gpus, gpu), one) for one in _candidates(config, num_gpus, gpu)]
+    smallest: Choice | None = None
+    reason = _rules(config, num_gpus, gpu)
+    for cp_tokens in CP_TOKENS:
+        candidates = list(_candidates(config, num_gpus, gpu, cp_tokens))
+        best, smallest, refusal = _fitting(config, candidates, num_gpus, gpu)
+        if best:
+            return Search(best=best, tried=len(candidates))
+        reason = refusal or reason
+    raise _nothing_fits(smallest, num_gpus, gpu, reason)
+
+
+def _fitting(
+    config: TrainConfig, candidates: Sequence[TrainConfig], num_gpus: int, gpu: Gpu
+) -> tuple[list[Choice], Choice | None, str]:
+    """The fastest that fit, one for each mesh; the smallest of all; why the last one that `resolve_mesh` refused was."""
+    tried = [(_predicted(one, num_gpus, gpu), one) for one in candidates]
     tried.sort(key=lambda item: -item[0].tokens_per_s)
     best: dict[MeshSpec, Choice] = {}
     smallest: Choice | None = None
-    reason = f"{config.train.global_batch_size} samples per step do not divide over {num_gpus} GPUs on any mesh"
+    refusal = ""
     for speed, one in tried:
         mesh = mesh_spec(one.mesh, num_gpus)
         if mesh in best:
@@ -98,16 +114,25 @@ def search(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Search:
         try:
             resolve_mesh(one, num_gpus)
         except ConfigError as error:
-            reason = str(error)
+            refusal = str(error)
             continue
         smallest = choice if is_smaller else smallest
         if choice.estimate.memory.total <= gpu.usable_bytes:
             best[mesh] = choice
             if len(best) == SHOWN:
                 break
-    if not best:
-        raise _nothing_fits(smallest, num_gpus, gpu, reason)
-    return Search(best=list(best.values()), tried=len(tried))
+    return list(best.values()), smallest, refusal
+
+
+def _rules(config: TrainConfig, num_gpus: int, gpu: Gpu) -> str:
+    """What the degrees of a plan obey, and how to change it."""
+    batch, seq_len = config.train.global_batch_size, config.data.seq_len
+    return (
+        f"in a plan dp_replicate x dp_shard divides train.global_batch_size ({batch}), tp is at most a node ({gpu.per_node}) and "
+        f"divides n_kv_heads, ffn_dim and vocab_size, cp is a power of two, 2 cp divides data.seq_len ({seq_len}) and leaves a "
+        f"rank at least {CP_TOKENS[-1]} tokens, pp needs as many samples of a data rank and as many layers; no such degrees "
+        f"make {num_gpus}. Change the batch, the sequence or --gpus; `--estimate` takes every mesh that `train` does"
+    )
 
 
 def _check_planned(config: TrainConfig) -> None:
@@ -163,11 +188,11 @@ def _predicted(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Throughput:
     return predict(config, mesh_spec(config.mesh, num_gpus), gpu)
 
 
-def _candidates(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Iterator[TrainConfig]:
+def _candidates(config: TrainConfig, num_gpus: int, gpu: Gpu, cp_tokens: int) -> Iterator[TrainConfig]:
     """Every setting whose degrees divide the model and the batch; some may still be refused by `resolve_mesh`."""
     model = config.model
     assert isinstance(model, ModelConfig)  # by `check_known`
-    for parallel in _meshes(config, num_gpus, gpu):
+    for parallel in _meshes(config, num_gpus, gpu, cp_tokens):
         local, rest = divmod(config.train.global_batch_size, parallel.dp_replicate * parallel.dp_shard)
         if rest or not local:
             continue
@@ -191,13 +216,13 @@ def _with(config: TrainConfig, parallel: ParallelConfig, microbatch_size: int) -
     return replace(config, mesh=parallel, train=replace(config.train, microbatch_size=microbatch_size))
 
 
-def _meshes(config: TrainConfig, num_gpus: int, gpu: Gpu) -> Iterator[ParallelConfig]:
-    """Degrees: tp within a node, cp while each part of a sequence is long enough, replicas of whole nodes."""
+def _meshes(config: TrainConfig, num_gpus: int, gpu: Gpu, cp_tokens: int) -> Iterator[ParallelConfig]:
+    """Degrees: tp within a node, cp while each part of a sequence has `cp_tokens`, replicas of whole nodes."""
     model = config.model
     assert isinstance(model, ModelConfig)  # by `check_known`
     for pp in (d for d in _divisors(num_gpus) if d <= model.n_layers):
         for tp in (d for d in _divisors(min(num_gpus // pp, gpu.per_node)) if _divides_model(model, d)):
-            for cp in _powers_of_two(config.data.seq_len // MIN_CP_TOKENS):
+            for cp in _powers_of_two(config.data.seq_len // cp_tokens):
                 data, rest = divmod(num_gpus, pp * tp * cp)
                 if rest or not data or (cp > 1 and config.data.seq_len % (2 * cp)):
                     continue
@@ -236,6 +261,7 @@ def format_plan(found: Search, config: TrainConfig, gpu: Gpu, upload_rate: float
         f"{size} on {gpus} x {gpu.name}; a step is {train.global_batch_size} samples of {config.data.seq_len} tokens",
         f"{found.tried} settings; GiB must stay below {gpu.usable_bytes / GIB:.1f}; checkpoints upload at "
         f"{format_size(upload_rate)}/s per rank",
+        *_short_parts(found, config),
         "",
     ]
     columns = [
@@ -254,6 +280,14 @@ def format_plan(found: Search, config: TrainConfig, gpu: Gpu, upload_rate: float
     rows = [_cells(choice, upload_rate) for choice in found.best]
     best = " ".join(f"--set {setting}" for setting in first.settings)
     return "\n".join([*head, format_table(columns, rows), "", f"the first: {best}"]) + "\n"
+
+
+def _short_parts(found: Search, config: TrainConfig) -> list[str]:
+    """A line if only short parts of a sequence gave anything."""
+    most_cp = max(choice.mesh.degree("cp") for choice in found.best)
+    if most_cp == 1 or config.data.seq_len // most_cp >= CP_TOKENS[0]:
+        return []
+    return [f"no mesh fits that leaves a rank of cp {CP_TOKENS[0]} tokens, so shorter parts were searched too"]
 
 
 def _cells(choice: Choice, upload_rate: float) -> Sequence[str]:
