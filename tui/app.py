@@ -376,9 +376,8 @@ class TitanApp(App[None]):
 
     def _paint_verdict(self) -> None:
         """The bar on top of every screen; none any more while the program ends."""
-        session = self.session
         for bar in self.query(VerdictBar):
-            bar.show_verdict(session.incident.value, session.seen_s, session.clock(), is_following=session.is_following)
+            bar.show_verdict(self.session)
 
     def _repaint(self) -> None:
         """Paint all lines anew: the size or the colours have changed, or another program wrote on the terminal."""

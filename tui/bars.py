@@ -11,10 +11,10 @@ from textual.keys import _character_to_key
 from textual.message import Message
 
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.standing import standing, ticking
 from titan_ckpt.tui.rows import Role, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
+from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.looks import looks_of
 from titan_ckpt.tui.widgets.one_line import OneLine
 
@@ -63,15 +63,16 @@ class VerdictBar(OneLine):
     def __init__(self) -> None:
         super().__init__(id="verdict")
 
-    def show_verdict(self, incident: Incident | None, seen_s: float, now_s: float, *, is_following: bool) -> None:
-        """The verdict as of `seen_s`, and of a job that lived then, or is followed, how long ago that was."""
+    def show_verdict(self, session: Session) -> None:
+        """The verdict as of the last look, and of a job that lived then, or is followed, how long ago that was."""
+        incident, steps = session.incident.value, session.checkpoints.value
         self.display = incident is not None
         if incident is not None:
-            is_live = is_following or bool(ticking(incident, seen_s))
-            age_s = max(now_s - seen_s, 0.0)
+            is_live = session.is_following or bool(ticking(incident, session.seen_s))
+            age_s = max(session.clock() - session.seen_s, 0.0)
             age = f"{age_s:.0f} s" if age_s < 60 else format_duration(age_s)  # no parts of a second
             looked = f"   looked {age} ago" if is_live else ""
-            found = standing(incident, seen_s)
+            found = standing(incident, session.seen_s).beside(steps.num_damaged if steps is not None else 0)
             self.set_classes(found.role or "plain")
             self.show(f" {found.text(self.app.size.width - 2 - len(looked))}{looked}")
 

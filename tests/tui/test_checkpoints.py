@@ -21,10 +21,12 @@ from titan_ckpt.errors import NotFoundError
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.bars import VerdictBar
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.runs import load_others, load_steps
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.upkeep.copy import copy_checkpoint
+from tools.paths import DATA
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +230,13 @@ def test_the_hint_for_a_wrong_folder_names_folders_of_runs(tmp_path: Path) -> No
         find_content(str(tmp_path))
 
 
+def two_steps(folder: Path) -> Path:
+    with Saver(str(folder)) as saver:
+        for step in (10, 20):
+            saver.save({"model": {"w": torch.full((8, 4), float(step))}}, step=step)
+    return folder
+
+
 def damage(step: Path, pattern: str) -> bytes:
     (file,) = step.rglob(pattern)
     before = file.read_bytes()
@@ -239,9 +248,9 @@ def lines_of(text: str, step: int) -> list[str]:
     return [line for line in text.splitlines() if f" {step}  " in line or f"!{step:>8}  " in line]
 
 
-async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(saved: Path, tmp_path: Path) -> None:
+async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(tmp_path: Path) -> None:
     """In the list, its title, the saves beside it, the overview and the preview of prune; until it is verified as whole."""
-    run = shutil.copytree(saved, tmp_path / "run")
+    run = two_steps(tmp_path / "run")
     before = damage(run / "step-00000020", "*.distcp")
     app = TitanApp(find_content(str(run)), first_screen=7)
     async with app.run_test(size=(140, 45)) as pilot:
@@ -268,10 +277,22 @@ async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(saved: Path,
         assert "2 committed" in screen_text(app)
 
 
-async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(saved: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(saved, tmp_path / "run")
+async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(tmp_path: Path) -> None:
+    run = two_steps(tmp_path / "run")
     damage(run / "step-00000020", "manifest.json")
     app = TitanApp(find_content(str(run)), first_screen=7)
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
         assert "20  damaged" in screen_text(app)
+
+
+async def test_a_healthy_job_over_damaged_steps_is_no_calm_bar() -> None:
+    app = TitanApp(find_content(str(DATA / "run")), first_screen=7)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        assert " HEALTHY · 1 damaged step" in screen_text(app)
+        assert app.query_one(VerdictBar).has_class("warn")
+        await press_now(app, pilot, "j")
+        await press_now(app, pilot, "v")
+        await press_now(app, pilot, "escape")
+        assert str(DATA) not in screen_text(app)

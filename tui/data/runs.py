@@ -142,6 +142,11 @@ class RunSteps:
         )
         return replace(self, steps=tuple(steps)) if damage else self
 
+    @property
+    def num_damaged(self) -> int:
+        """How many steps have no copy that is not damaged."""
+        return sum(step.best.state == StepState.DAMAGED for step in self.steps)
+
     def counts(self, joint: str) -> str:
         """Number of steps by state, such as `3 committed`; empty without steps."""
         states = [step.best.state for step in self.steps]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
@@ -24,6 +24,13 @@ class Standing:
     word: str
     role: Role
     facts: tuple[str, ...]
+
+    def beside(self, num_damaged: int) -> Standing:
+        """The same job over a run that has damaged steps: never a calm colour."""
+        if not num_damaged:
+            return self
+        role = Role.WARN if self.role == Role.GOOD else self.role
+        return replace(self, role=role, facts=(*self.facts, counted(num_damaged, "damaged step")))
 
     def text(self, width: int) -> str:
         """As many facts as fit."""

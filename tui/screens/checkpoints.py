@@ -99,7 +99,7 @@ class CheckpointsPane(Pane):
             self._look_into(step)
             return [row((f"reading step {step} ...", Role.DIM))]
         listed = found.find(step)
-        damage = listed.best.damage if listed is not None else ""
+        damage = listed.best.damage.replace(f"{listed.best.store}/", "") if listed is not None else ""
         if damage or isinstance(known, str):
             return error_rows(damage or str(known), space.width)
         return checkpoint_rows(known, metrics, space.width)
