@@ -8,7 +8,7 @@ from argparse import Namespace
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import format_table, write_text
 from titan_ckpt.errors import UsageError
-from titan_ckpt.trainer.config.recipes import find_template, purpose, templates
+from titan_ckpt.trainer.config.recipes import find_template, published, purpose, templates
 
 DEFAULT = "tiny"
 EPILOG = """\
@@ -32,7 +32,7 @@ def configure(parser: Parser) -> None:
 def run(arguments: Namespace) -> int:
     """Write the config; a file that exists is left alone."""
     if arguments.list:
-        rows = [[name, purpose(path)] for name, path in templates().items()]
+        rows = [[name, purpose(path)] for name, path in (templates() | published()).items()]
         write_text(format_table(["recipe", "for"], rows))
         return 0
     from titan_ckpt.trainer.config.starter import starter  # needs torch, which `--help` does not

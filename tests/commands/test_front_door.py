@@ -21,7 +21,7 @@ from titan_ckpt.cli.examine import machine, torch_runtime
 from titan_ckpt.cli.main import COMMANDS, build_parser, main
 from titan_ckpt.debug.cli import verb_parsers
 from titan_ckpt.saving.saver import save
-from titan_ckpt.trainer.config.recipes import recipes
+from titan_ckpt.trainer.config.recipes import published, recipes
 from titan_ckpt.trainer.config.settings import comments, schema, tables
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
@@ -75,6 +75,18 @@ def test_init_leaves_a_file_that_exists_alone(tmp_path: Path, capsys: pytest.Cap
     assert target.read_text() == "# mine"
 
 
+def test_init_lists_all_that_train_takes_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert [name for name in (*recipes(), *published()) if f"\n{name} " not in listed] == []
+    assert main(["init", "--template", "torchtitan/8b_8/eager"]) == 0
+    assert main(["train", "eager.toml", "--print-config"]) == 0
+    assert "compile = false" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
@@ -83,6 +95,9 @@ def test_init_leaves_a_file_that_exists_alone(tmp_path: Path, capsys: pytest.Cap
         ("tiny.toml", "is named 'tiny' alone"),
         ("run.toml", "`titan-ckpt init` writes one"),
         ("llama3", "there are 135m, debug"),
+        ("llama3", "published rows such as torchtitan/405b_512/1f1b (`titan-ckpt init --list`)"),
+        ("torchtitan/70b_256/tpp", "did you mean 'torchtitan/70b_256/tp'?"),
+        ("torchtitan/70b_256/tp.toml", "did you mean 'torchtitan/70b_256/tp'?"),
     ],
 )
 def test_a_config_that_is_not_there_names_the_way_out(

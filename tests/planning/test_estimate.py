@@ -52,7 +52,7 @@ def test_a_changed_recipe_is_no_published_row(capsys: pytest.CaptureFixture[str]
 
 
 def test_every_published_row_is_a_config_of_the_package() -> None:
-    assert sorted(row.config for row in ROWS) == published()
+    assert sorted(row.config for row in ROWS) == list(published())
     assert len(WITH_MEMORY) == 20
 
 

@@ -24,9 +24,15 @@ def templates() -> dict[str, Path]:
     return dict(sorted((recipes() | tuning).items()))
 
 
-def published() -> list[str]:
-    """Names of the configs of published results, such as `torchtitan/8b_8/float8`."""
-    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.glob("*/*/*.toml"))
+def published() -> dict[str, Path]:
+    """The files of the configs of published results, by name, such as `torchtitan/8b_8/float8`."""
+    return {path.relative_to(FOLDER).with_suffix("").as_posix(): path for path in sorted(FOLDER.glob("*/*/*.toml"))}
+
+
+def _listed(known: Mapping[str, Path]) -> str:
+    """The names of `known`, and an example of the published ones, which are too many."""
+    rows = published()
+    return f"{', '.join(known)}, and {len(rows)} published rows such as {next(iter(rows))} (`titan-ckpt init --list`)"
 
 
 def purpose(path: Path) -> str:
@@ -37,7 +43,8 @@ def purpose(path: Path) -> str:
 
 def find_template(name: str) -> Path:
     """The file of template `name`, as `find_recipe`."""
-    return templates()[name] if name in templates() else find_recipe(name, templates())
+    known = templates() | published()
+    return known[name] if name in known else find_recipe(name, templates())
 
 
 def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
@@ -45,7 +52,7 @@ def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     known = recipes() if known is None else known
     found = _named(name, known)
     if len(found) != 1:
-        raise ConfigError(f"no recipe {name!r}; {nearest(name, known)}there are {', '.join(known)}")
+        raise ConfigError(f"no recipe {name!r}; {nearest(name, {**known, **published()})}there are {_listed(known)}")
     return found[0]
 
 
@@ -59,8 +66,8 @@ def find_config(given: str) -> str:
     """The path of the config file `given`, or of the recipe of that name. ConfigError if there is neither."""
     if os.path.exists(given) and not os.path.isdir(given):
         return given
-    if not given.endswith(".toml") and given in published():
-        return str(FOLDER / f"{given}.toml")
+    if given in published():
+        return str(published()[given])
     _refuse_other_kinds(given)
     is_name = os.path.basename(given) == given and not given.endswith(".toml")
     if is_name and given in templates().keys() - recipes().keys():
@@ -74,8 +81,9 @@ def find_config(given: str) -> str:
         raise ConfigError(
             f"{given}: no such config file; the recipe that comes with the package is named {stem!r} alone"
         )
+    hint = nearest(given.removesuffix(".toml"), published())
     raise ConfigError(
-        f"{given}: no such config file; `titan-ckpt init` writes one, and recipes have no path: {', '.join(recipes())}"
+        f"{given}: no such config file; {hint}`titan-ckpt init` writes one, and recipes have no path: {_listed(recipes())}"
     )
 
 
