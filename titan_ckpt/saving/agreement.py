@@ -7,9 +7,11 @@ division is reused while every rank's state keeps its shape, so that a usual sav
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from titan_ckpt.state.flatten import FlatState, flatten
 from titan_ckpt.state.state_dict import LocalShard, detached_shard, has_part_of, local_shard
 from titan_ckpt.state.values import Encoder
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
@@ -45,6 +49,9 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
     """Flatten and check `state`, serialise its values, redact the request. UsageError for what cannot be stored."""
     request.check()
     flat = flatten(state)
+    if flat.reduced:
+        name, what = next(iter(flat.reduced.items()))
+        _warn_once(f"{name}: {what} from `read_all`", len(flat.reduced) - 1)
     own = {fqn: tensor for fqn, tensor in flat.tensors.items() if has_part_of(tensor)}
     for fqn, tensor in own.items():
         _check_has_values(fqn, tensor)
@@ -54,6 +61,12 @@ def prepare(state: Mapping[str, Any], request: SaveRequest) -> Prepared:
     return Prepared(
         flat=flat, items=items, objects=objects, request=request.redacted(), signature=_signature(flat, items)
     )
+
+
+@cache
+def _warn_once(what: str, more: int) -> None:
+    """Say it at the first of many saves."""
+    log.warning("%s%s; a load keeps the containers of the state", what, f", and {more} more" if more else "")
 
 
 def _signature(flat: FlatState, items: Sequence[LocalShard]) -> bytes:

@@ -44,7 +44,7 @@ class FlatState:
 
     `stateful` are the objects whose `state_dict()` stands in their place, outer ones first. `marks` are those of
     wrapper subclasses by name; `tensors` has their inner tensors. `fixed` has the type of the container for each entry of one
-    that cannot be changed.
+    that cannot be changed, `reduced` what becomes of containers whose type no structure records.
     """
 
     root: Any
@@ -55,6 +55,7 @@ class FlatState:
     rows: list[Row] = field(default_factory=list)
     marks: dict[str, Mark] = field(default_factory=dict)
     fixed: dict[str, str] = field(default_factory=dict)
+    reduced: dict[str, str] = field(default_factory=dict)
 
     @property
     def structure(self) -> Structure:
@@ -150,7 +151,10 @@ class _Walk:
             if type(value) not in _PLAIN and isinstance(value, torch.Tensor):
                 value = self._in_parts(name, value)
             if type(value) not in _PLAIN and self._is_open(name, value):
-                self.flat.rows.append((number, code, kind_of(value)))
+                kind = kind_of(value)
+                self.flat.rows.append((number, code, kind))
+                if type(value) not in _CONTAINERS and type(value).__name__ != kind.partition(":")[0]:
+                    self.flat.reduced[name] = f"a {type(value).__name__} comes back as a {kind}"
                 self._containers += 1
                 self.container((*keys, key), f"{name}.", value, self._containers - 1, fixed)
             else:
