@@ -64,6 +64,25 @@ class RowLink:
     name: str = ""
 
 
+class Piece(str):
+    """A text that was cut or wrapped to fit. `whole` is all of it, which `y` copies."""
+
+    __slots__ = ("whole",)
+    whole: str
+
+
+def piece(text: str, whole: str) -> str:
+    """`text` as a piece of `whole`, or of what that is itself a piece of."""
+    made = Piece(text)
+    made.whole = clean(whole_of(whole))
+    return made
+
+
+def whole_of(text: str) -> str:
+    """All of a text that may be a piece."""
+    return text.whole if isinstance(text, Piece) else text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One line. `n` and `N` stop at rows with `is_problem`; `at` is the line of code (file, line) that `e` opens."""
@@ -72,6 +91,11 @@ class Row:
     link: RowLink | None = None
     is_problem: bool = False
     at: tuple[str, int] | None = None
+
+    @property
+    def whole(self) -> str:
+        """The text that `y` copies: of all spans, with what was cut off, and in one line what was wrapped."""
+        return "".join(whole_of(text) for text, _ in self.spans).strip()
 
     @property
     def text(self) -> str:
@@ -141,7 +165,7 @@ def clean(text: str) -> str:
 @lru_cache(4096)
 def shown(text: str) -> str:
     """`text` without secrets: what is painted, copied or cut goes through here."""
-    return redact_text(text)
+    return str(redact_text(text))
 
 
 def without_secrets(row: Row) -> Row:
@@ -180,7 +204,16 @@ def truncate(text: str, width: int) -> str:
     text = (
         text if len(text) <= width else shown(text)
     )  # before it is cut: half a URL does not show where its password ends
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
+    return text if len(text) <= width else piece(text[: max(width - 1, 0)] + "…", text)
+
+
+def fitted(text: str, width: int) -> str:
+    """`text`, cut or filled up to `width` characters.
+
+    >>> fitted("a long line", 6), fitted("short", 6)
+    ('a lon…', 'short ')
+    """
+    return piece(f"{truncate(text, width):<{width}}", f"{shown(text):<{width}}")
 
 
 def ranks_named(ranks: Sequence[int], limit: int = 12) -> str:
@@ -208,7 +241,7 @@ def truncate_start(text: str, width: int) -> str:
     ('…ns/tiny', 'short')
     """
     text = text if len(text) <= width else shown(text)
-    return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
+    return text if len(text) <= width else piece("…" + text[len(text) - max(width - 1, 0) :], text)
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | None:
@@ -247,4 +280,5 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
             lines.append(line)
             line, joint = indent, ""
         line += joint + word
-    return [*lines, line] if line.strip() or not lines else lines
+    lines += [line] if line.strip() or not lines else []
+    return lines if len(lines) == 1 else [piece(each, text) for each in lines]

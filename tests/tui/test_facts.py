@@ -19,6 +19,7 @@ from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_i
 from titan_ckpt.tui.data.metrics import parse_metric_lines
 from titan_ckpt.tui.data.standing import standing
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
+from titan_ckpt.tui.rows import Role, fitted, row, truncate, truncate_start, wrapped
 from titan_ckpt.tui.screens.grid import grid_of
 from titan_ckpt.tui.screens.groups import group_rows, member_rows
 from titan_ckpt.tui.screens.waits import wait_rows
@@ -172,3 +173,11 @@ def test_only_steps_are_counted_as_steps_and_keep_their_loss() -> None:
     assert found.columns["save_stall_s"].tolist()[1] == 0.5
     foreign = parse_metric_lines(b'{"event": "train", "step": 7, "loss": 1}\n{"step": 8, "loss": 2}', "m")
     assert foreign.columns["loss"].tolist() == [1, 2]
+
+
+def test_a_piece_of_a_text_knows_all_of_it_without_secrets() -> None:
+    text = "PUT https://me:secret@host/a failed at\x1b[31m line 7"
+    for cut in (truncate(text, 12), truncate_start(text, 12), fitted(text, 12), *wrapped(text, 16)):
+        assert row(" ", (cut, Role.BAD)).whole == "PUT https://***@host/a failed at line 7"
+    assert row(fitted("ab", 4), ("c", Role.DIM)).whole == "ab  c"
+    assert truncate("ab", 4) == fitted("ab", 2) == wrapped("ab", 9)[0] == "ab"

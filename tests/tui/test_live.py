@@ -24,7 +24,7 @@ from titan_ckpt.tui.screens import logs as screen_logs
 from titan_ckpt.tui.screens.logs import shortened
 from titan_ckpt.tui.screens.overview import live_rows
 from titan_ckpt.tui.screenshot import settled
-from tools.paths import DATA
+from tools.paths import DATA, INCIDENTS
 
 NOW_S = 1_795_250_000.0
 
@@ -123,6 +123,26 @@ async def test_copying_a_shortened_line_copies_all_of_it() -> None:
         await press(app, pilot, "g y")
         assert app.clipboard.startswith("2026-11-21 07:46:55,440 INFO [rank 2 dp_shard1 tp0] titan_ckpt.trainer.")
         assert "07:46:55,440 INFO setup: " in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("source", "keys", "copied"),
+    [
+        (
+            INCIDENTS / "skip",
+            "j j j y",
+            "rank 2 skipped all_reduce #7 of group default_pg: it issued broadcast while",
+        ),
+        (DATA / "run", "7 j y", "step-00000080 is not committed: it has no COMMIT.json"),
+    ],
+    ids=["wrapped", "indented"],
+)
+async def test_copying_a_wrapped_line_copies_all_of_it(source: Path, keys: str, copied: str) -> None:
+    app = TitanApp(find_content(str(source)))
+    async with app.run_test(size=(40, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, keys)
+        assert app.clipboard.startswith(copied)
 
 
 async def visit(app: TitanApp, pilot: Pilot[None]) -> None:

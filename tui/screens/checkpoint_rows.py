@@ -27,7 +27,19 @@ from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.data.runs import UNUSABLE, LastRecord, RunStep, RunSteps, RunSummary, StepCopy, StepState
 from titan_ckpt.tui.pictures.braille import number
-from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, ranks_text, row, truncate, wrapped
+from titan_ckpt.tui.rows import (
+    Role,
+    Row,
+    RowLink,
+    counted,
+    fitted,
+    head,
+    ranks_named,
+    ranks_text,
+    row,
+    truncate,
+    wrapped,
+)
 from titan_ckpt.upkeep.deletion import read_pins
 from titan_ckpt.upkeep.retention import RetentionPolicy, prune
 
@@ -57,12 +69,12 @@ def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[R
         whole = f"{commit.step:>7}  {format_size(commit.size_bytes):>9}  " if commit else f"{'none':>7}  {'':>9}  "
         age = _age_text(commit.created, now_s) if commit else _since(last.time_s, now_s)
         word, role = run_state(last, now_s)
-        yield row(f"{truncate(run.name, longest):<{longest}}  ", (f"{word:<9}  ", role),
+        yield row(fitted(run.name, longest), (f"  {word:<9}  ", role),
                   f"{_number(last.step):>7}  {_number(last.loss):>8}  ",
                   (whole, Role.PLAIN if commit else Role.WARN), f"{age:>10}  {commit.mesh or '1' if commit else ''}",
                   link=link, is_problem=bool(run.problem))  # fmt: skip
         for line in wrapped(run.problem, width - 4) if run.problem else ():
-            yield row((f"    {line}", Role.BAD), link=link)
+            yield row("    ", (line, Role.BAD), link=link)
     if not runs:
         yield row("no runs here")
 
@@ -110,7 +122,7 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
               link=link, is_problem=is_problem)  # fmt: skip
     for copy in step.copies:
         for line in wrapped(problem, width - 12, "  ") if (problem := _problem(copy, has_tiers)) else ():
-            yield row((f"{_MARGIN}{line}", Role.DIM), link=link)
+            yield row(_MARGIN, (line, Role.DIM), link=link)
 
 
 def _problem(copy: StepCopy, has_tiers: bool) -> str:
@@ -125,7 +137,8 @@ def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
         state = f"up to step {newest}" if newest is not None else "nothing committed"
         text = tier.problem or f"{display_url(tier.url)}, {state}"
         for i, line in enumerate(wrapped(f"{tier.name + ':':<8}{text}", width - 2, f"{'':8}")):
-            yield row((f"  {line}", Role.BAD if tier.problem else Role.DIM), is_problem=bool(tier.problem) and i == 0)
+            role = Role.BAD if tier.problem else Role.DIM
+            yield row("  ", (line, role), is_problem=bool(tier.problem) and i == 0)
 
 
 def error_rows(error: str, width: int) -> list[Row]:

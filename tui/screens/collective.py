@@ -16,7 +16,7 @@ from titan_ckpt.tui.data.grid import usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, row, truncate
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
@@ -242,7 +242,7 @@ class CollectiveRows:
         frame = user_frame(op.frames, incident.run.wrappers)
         line = _place(frame, width - len(start))
         return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), lag, (f"{other}{what}", what_role),
-                   (f"{line}{shown}", Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
+                   (line, Role.DIM), (shown, Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -265,8 +265,8 @@ def _at(frame: Frame | None) -> tuple[str, int] | None:
 
 
 def _place(frame: Frame | None, room: int) -> str:
-    """A call site: in full, else without its folder, else truncated to `room`."""
+    """A call site: in full, else without its folder, else truncated to `room`; all of it is copied."""
     if frame is None:
         return ""
     short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
-    return f"  {frame}" if len(str(frame)) + 2 <= room else truncate(short, room)
+    return f"  {frame}" if len(str(frame)) + 2 <= room else piece(truncate(short, room), f"  {frame}")

@@ -8,7 +8,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import SEND, Frame, Operation
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.rows import Role, Row, head, row, truncate
+from titan_ckpt.tui.rows import Role, Row, fitted, head, row, truncate
 from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
 
 BEFORE, AFTER = 5, 2
@@ -79,7 +79,7 @@ def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Ro
     is_other = a != b and not is_plain and name != "coordinates"
     role: Role = Role.BAD if is_other else Role.BOLD if is_plain else Role.PLAIN
     mark = "! " if is_other else "  "
-    return row((mark, Role.BAD), f"{name:<{_NAME}}", (f"{truncate(a, room):<{room}}  ", role), (truncate(b, room), role),
+    return row((mark, Role.BAD), f"{name:<{_NAME}}", (fitted(a, room), role), "  ", (truncate(b, room), role),
                is_problem=is_other)  # fmt: skip
 
 

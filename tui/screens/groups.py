@@ -19,6 +19,7 @@ from titan_ckpt.tui.rows import (
     Rows,
     TextSpan,
     counted,
+    fitted,
     head,
     ranks_text,
     row,
@@ -90,9 +91,9 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = outliers_text(lane, newest)
-        name, ranks = truncate(group, longest), truncate(ranks_text(lane.members, 2), for_ranks)
+        ranks = fitted(ranks_text(lane.members, 2), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
-        yield row((f"{name:<{longest}} ", Role.BOLD), f"{ranks:<{for_ranks}} {done}{f'#{newest}':>7}  ",
+        yield row((fitted(group, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
                   (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):

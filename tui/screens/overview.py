@@ -193,7 +193,7 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     fits = len(name) + 3 + len(text) <= width
     yield row((name, role), f"   {text}" if fits else "", link=link, is_problem=role != Role.GOOD, at=at)
     yield from (
-        row(f"  {line}", link=link, at=at) for line in wrapped(" · ".join(reversed(facts)), width - 2) if not fits
+        row("  ", line, link=link, at=at) for line in wrapped(" · ".join(reversed(facts)), width - 2) if not fits
     )
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)

@@ -202,7 +202,7 @@ class Pane(Vertical):
     def copied_text(self) -> str:
         """Text that `y` copies: the row under the cursor."""
         current = self.body.current
-        return current.text.strip() if current else ""
+        return current.whole if current else ""
 
     def part_rows(self, space: Space) -> Iterable[Row]:  # noqa: ARG002 (a screen with parts overrides it)
         """Rows of a part; it is rebuilt with the list, and if `is_of_line` when the cursor moves."""
@@ -221,7 +221,7 @@ class Pane(Vertical):
         view = self.focused_view
         if view is self.body:
             return self.copied_text()
-        return view.current.text.strip() if view.current else ""
+        return view.current.whole if view.current else ""
 
     def place_to_edit(self) -> tuple[str, int] | None:
         """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it."""
