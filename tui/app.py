@@ -212,7 +212,7 @@ class TitanApp(App[None]):
             self.call_after_refresh(self.pane.body.move_to, cursor)
 
     async def on_event(self, event: events.Event) -> None:
-        """Handle a key at once, and clear the message of the key before.
+        """Handle a key at once, also if a click beside all widgets took the focus, and clear the message of the key before.
 
         Textual would queue it at the focused widget: of keys that arrive together, those after `/` would be taken for commands.
         """
@@ -221,6 +221,8 @@ class TitanApp(App[None]):
                 self._is_interrupted = False
             if self._status_text:
                 self.show_status("")
+            if self.focused is None and len(self.screen_stack) == 1 and self.query(Prompt):
+                self.screen.set_focus(self.prompt if self.prompt.is_open else self.pane.body)
             if isinstance(self.focused, LineView) and await self._check_bindings(event.key):
                 return
         await super().on_event(event)

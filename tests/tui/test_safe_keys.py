@@ -82,6 +82,22 @@ async def test_no_prompt_takes_text_for_commands() -> None:
             assert (app.is_running, app.pane.filter_text) == (True, ""), keys
 
 
+async def test_keys_find_their_place_after_the_focus_was_lost() -> None:
+    """Textual takes the focus away for a mouse event beside all widgets, which a window that shrinks can bring."""
+    app = app_of(DATA / "run", 5)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await pilot.press("g")
+        app.screen.set_focus(None)
+        await pilot.press("j")
+        assert app.pane.body.cursor == 1
+        await pilot.press("/")
+        for key in "queue":
+            app.screen.set_focus(None)
+            await pilot.press(key)
+        assert app.prompt.value == "queue"
+
+
 async def test_pasted_text_runs_no_command() -> None:
     app = app_of(INCIDENTS / "skip")
     async with app.run_test(size=(80, 24)) as pilot:
