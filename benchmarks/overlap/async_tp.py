@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table; return 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=2048)
     asked = parser.parse_args(arguments)
     seconds = measure(asked.tokens, asked.width, asked.rounds)
     bars = [row("gathered", "all-gather", seconds), row("summed", "reduce-scatter", seconds)]

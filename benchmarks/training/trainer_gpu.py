@@ -1,6 +1,6 @@
 """A 1.2 B Llama on one GPU (bf16, compiled, Float8 rowwise, MXFP8) against torchtitan 0.3.0, and the cost of a save.
 
-    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
+    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 triton torch==<the same>
     python -m benchmarks.training.trainer_gpu [--titan titan/bin/python] [--rounds 20]
     python -m benchmarks.training.trainer_gpu --tiny [--titan ...]     # every path on a CPU, in a minute; writes no table
 

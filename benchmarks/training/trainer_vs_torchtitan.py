@@ -1,6 +1,6 @@
 """Tokens per second of this trainer against torchtitan 0.3.0 on CPU and gloo, on the same model, mesh, batch and threads.
 
-    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 torch==<the same>
+    python -m venv titan && titan/bin/pip install torchtitan==0.3.0 triton torch==<the same>
     python -m benchmarks.training.trainer_vs_torchtitan --titan titan/bin/python [--rounds 20]
 
 The two alternate step by step; a ratio is the median over pairs of steps, torchtitan's seconds over ours.

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +65,11 @@ class Job:
         """Run one step on all ranks."""
         for rank in self.ranks:
             assert rank.stdin is not None
-            rank.stdin.write("\n")
-            rank.stdin.flush()
+            try:
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+            except BrokenPipeError:
+                raise self._ended() from None
         answers = [self._answer(rank) for rank in self.ranks]
         return StepTime(wall_s=max(a["wall_s"] for a in answers), cpu_s=sum(a["cpu_s"] for a in answers))
 
@@ -75,8 +79,11 @@ class Job:
             if line.startswith(ANSWER):
                 answer: dict[str, float] = json.loads(line)
                 return answer
+        raise self._ended()
+
+    def _ended(self) -> RuntimeError:
         self.errors.seek(0)
-        raise RuntimeError(f"{self.module} ended before its step:\n{self.errors.read()[-4000:]}")
+        return RuntimeError(f"{self.module} ended before its step:\n{self.errors.read()[-4000:]}")
 
     def __enter__(self) -> Job:
         return self
@@ -84,7 +91,8 @@ class Job:
     def __exit__(self, kind: object, *_: object) -> None:
         for rank in self.ranks:
             if rank.stdin is not None:
-                rank.stdin.close()
+                with suppress(BrokenPipeError):  # it has ended, and step() says why
+                    rank.stdin.close()
         for rank in self.ranks:
             if kind is not None:
                 rank.kill()
