@@ -108,7 +108,7 @@ wrong-inputs: $(READY) ## some 1,300 wrong command lines: one line that names th
 loops: $(READY) ## the tests of loops whose libraries are installed for this alone: torchtitan, Lightning (ARGS="-k random")
 	$(BIN)/python -m tools.loops $(ARGS)
 
-phones: $(READY) ## install the extra `examples`, cluster 1,000 photographs on simulated phones: docs/phones.md (root, 40 minutes)
+phones: $(READY) ## install the extra `examples`, cluster 1,000 photographs on simulated phones: docs/phones.md (root, 15 minutes)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[examples]'
 	$(BIN)/python -m pytest tests/phones
 	$(BIN)/python -m examples.phones.pictures .phones
