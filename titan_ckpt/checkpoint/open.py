@@ -275,22 +275,26 @@ def stored_digests(store: Store, manifest_path: str) -> int:
     return store.stat(path).size_bytes // DIGEST_BYTES if store.exists(path) else 0
 
 
-def check_files(checkpoint: Checkpoint) -> None:
+def check_files(checkpoint: Checkpoint) -> frozenset[str]:
     """Check that every data file exists with its size, with one listing per folder. DamagedError if not.
 
-    What a listing does not show is asked for by name as well, before it counts as missing.
+    What a listing does not show is asked for by name as well, before it counts as missing. Returns the paths of those that are
+    symbolic links.
     """
     folders = {os.path.dirname(checkpoint.path(file.path)) for file in checkpoint.manifest.files}
-    sizes = {entry.path: entry.size_bytes for folder in folders for entry in checkpoint.store.list(folder)}
+    entries = {entry.path: entry for folder in folders for entry in checkpoint.store.list(folder)}
+    listed = {
+        path: entry for file in checkpoint.manifest.files if (entry := entries.get(path := checkpoint.path(file.path)))
+    }
     for file in checkpoint.manifest.files:
-        found = sizes.get(checkpoint.path(file.path))
-        if found is None:
-            found = _size_of(checkpoint, file.path)
+        entry = listed.get(checkpoint.path(file.path))
+        found = _size_of(checkpoint, file.path) if entry is None else entry.size_bytes
         if found != file.size_bytes:
             _confirm(checkpoint, file, found)
             where = checkpoint.store.where(checkpoint.path(file.path))
             state = "missing" if found is None else f"{found} bytes"
             raise DamagedError(f"{where}: expected {file.size_bytes} bytes, found it {state}")
+    return frozenset(path for path, entry in listed.items() if entry.is_link)
 
 
 def _confirm(checkpoint: Checkpoint, file: FileEntry, stated: int | None) -> None:

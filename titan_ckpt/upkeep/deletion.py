@@ -8,6 +8,7 @@ checkpoint of the run cannot be opened, what it refers to is unknown, so nothing
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.nearby import nearby
 from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
 from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, StoreError
-from titan_ckpt.format.commit import commit_version
+from titan_ckpt.format.commit import commit_path, commit_version
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, is_attempt, marks_folder, step_folder
 from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
@@ -69,11 +70,15 @@ class RemovalPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Looked:
-    """A step and its manifest; `unknown` is why there is none although the step may have been committed."""
+    """A step and its manifest; `unknown` is why there is none although the step may have been committed.
+
+    `is_linked`: a symbolic link leads to some of what it needs, which others may delete at any time.
+    """
 
     info: CheckpointInfo
     manifest: Manifest | None = None
     unknown: str = ""
+    is_linked: bool = False
 
     @property
     def manifest_path(self) -> str:
@@ -115,11 +120,17 @@ def _look(store: Store, info: CheckpointInfo, *, url: str = "") -> _Looked:
         return _Looked(info=_damaged(info, error), unknown=str(error))
     checkpoint = _checkpoint(store, info, manifest, url=url)
     try:
-        check_files(checkpoint)
+        links = check_files(checkpoint)
         checkpoint.prove_coverage()
     except CheckpointError as error:
         return _Looked(info=_damaged(info, error), manifest=manifest)
-    return _Looked(info=info, manifest=manifest)
+    is_linked = bool(links) or any(store.is_link(path) for path in _places(info, manifest))
+    return _Looked(info=info, manifest=manifest, is_linked=is_linked)
+
+
+def _places(info: CheckpointInfo, manifest: Manifest) -> Iterable[str]:
+    """The COMMIT of a step and the folders of its data."""
+    return [commit_path(info.step), *sorted({os.path.dirname(path) for path in named_files(manifest)})]
 
 
 def _with_index(store: Store, found: _Looked) -> _Looked:
@@ -145,8 +156,8 @@ def plan_removal(
 ) -> RemovalPlan:
     """What `policy` deletes from a run, at the time `now_s`; deletes nothing. `on_read` hears of each checkpoint that was opened.
 
-    Every checkpoint is opened first: only a whole one counts as kept. NotCommittedError if the run has no step; StoreError if
-    anything could not be listed or read.
+    Every checkpoint is opened first: only a whole one counts as kept, and none to which symbolic links lead. NotCommittedError if
+    the run has no step; StoreError if anything could not be listed or read.
     """
     infos = list_checkpoints(store)
     if not infos:
@@ -166,7 +177,9 @@ def plan_removal(
     ages = {}
     if policy.is_incomplete:
         ages = {info.step: files.age_s(info, now_s) for info in infos if info.state == CheckpointState.PARTIAL}
-    gone = {info.step for info in prune(infos, policy, ages_s=ages)}
+    own = [found.info for found in looked.values() if not found.is_linked]
+    gone = {info.step for info in prune(own, policy, ages_s=ages)}
+    reasons += _linked(store, files, policy, [looked[info.step] for info in prune(infos, policy) if info not in own])
     unknown = [found for found in looked.values() if found.unknown]
     if unknown and (gone or policy.is_incomplete):
         return RemovalPlan(kept=tuple(_unknown(store, found) for found in unknown), is_blocked=True)
@@ -181,6 +194,15 @@ def plan_removal(
             reasons += plan.kept
     seen = frozenset(found.manifest_path for found in stay if found.manifest is not None)
     return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons), seen=seen)
+
+
+def _linked(store: Store, files: _Files, policy: RetentionPolicy, looked: Iterable[_Looked]) -> Iterator[str]:
+    """Why each of these steps stays, to which symbolic links lead."""
+    for found in looked:
+        plan = _of_step(store, files.of(found.info), found.info, policy, frozenset(), now_s=0.0, is_whole=True)
+        yield from plan.kept or [
+            f"{store.where(step_folder(found.info.step))}: kept: some of its files are symbolic links"
+        ]
 
 
 class _Files:

@@ -80,6 +80,9 @@ class S3fsStore(FsspecStore):
         endpoint = str(self._fs.s3.meta.endpoint_url)
         return endpoint.split("/")[2].partition(":")[0].endswith(".amazonaws.com") or probe_conditions(self)
 
+    def is_link(self, path: str) -> bool:  # noqa: ARG002 - S3 has no links
+        return False
+
     def delete(self, paths: Iterable[str]) -> None:
         keys = [self._full(path).partition("/")[2] for path in paths]
         for start in range(0, len(keys), DELETE_BATCH):
