@@ -15,6 +15,10 @@ _PORT = re.compile(r"\d{1,5}(?=[/?#\s'\"`)\]}>,;:]|$)")
 _FIRST_MARK = re.compile(r"[/@:?#\s\[]")
 _STEP = re.compile(r"@(?:\d+|latest)(?!\w|\.\w|-|:\d|/\w)")
 _HOST_AFTER = re.compile(r"@(?=[\w\[*$%{<.-])")
+# `abfs://container@account.dfs.core.windows.net`: what is before the `@` is no secret.
+_CONTAINER = re.compile(
+    r"(?:abfss?|az|wasbs?)://[a-z0-9$][a-z0-9-]{0,62}@[a-z0-9-]{1,63}\.(?:dfs|blob)\.", re.IGNORECASE
+)
 _QUERY = re.compile(r"\?[A-Za-z][\w.-]{0,60}=")
 _CLOSING = {"'": "'", '"': '"', "`": "`", "<": ">"}
 _MAX_USERINFO = 4096
@@ -28,7 +32,8 @@ def hide_urls(text: str) -> str:
     while number < len(starts):
         begin = starts[number]
         end, number = _end_of_url(text, starts, number)
-        parts += [text[done:begin], _hide_in_url(text[begin:end], _quote_before(text, begin))]
+        scheme = text[_start_of_scheme(text, begin) : begin]
+        parts += [text[done:begin], _hide_in_url(scheme, text[begin:end], _quote_before(text, begin))]
         done = end
     return "".join([*parts, text[done:]])
 
@@ -67,9 +72,9 @@ def _quote_before(text: str, begin: int) -> str:
     return _CLOSING.get(text[start - 1], "") if start else ""
 
 
-def _hide_in_url(url: str, closing: str) -> str:
-    """`url` is what follows `://`, up to the end of the line or the next URL."""
-    shown = hide_userinfo(f"://{url}")[3:]
+def _hide_in_url(scheme: str, url: str, closing: str) -> str:
+    """`url` is what follows `scheme`, with its `://`, up to the end of the line or the next URL."""
+    shown = hide_userinfo(scheme + url)[len(scheme) :]
     start = shown.find("?")
     space = SPACE.search(shown)
     if start < 0 or (space is not None and space.start() < start):
@@ -102,6 +107,8 @@ def _is_open(rest: str) -> bool:
 
 def hide_userinfo(url: str) -> str:
     """Hide what is before the `@` of the host: the last one, since passwords may have more, but never that of a step."""
+    if _CONTAINER.match(url):
+        return url
     begin = url.find("://") + 3
     rest = url[begin : begin + _MAX_USERINFO]
     space = SPACE.search(rest)

@@ -34,7 +34,7 @@ from titan_ckpt.store.s3_answers import (
 )
 from titan_ckpt.store.s3_calls import S3Calls
 from titan_ckpt.store.s3_client import S3Options
-from titan_ckpt.store.s3_errors import is_mute, is_same_refusal
+from titan_ckpt.store.s3_errors import mute_refusal, refusal
 from titan_ckpt.store.s3_multipart import MultipartUpload, SentPart
 from titan_ckpt.store.s3_parts import (
     PART_BYTES,
@@ -335,12 +335,12 @@ class S3Store(Store):
         try:
             return self._client.head_object(Bucket=self._bucket, Key=key)
         except Exception as error:
-            if not is_mute(error):
+            if (status := mute_refusal(error)) is None:
                 raise
             try:
                 self._client.get_object(Bucket=self._bucket, Key=key, Range="bytes=0-0")["Body"].close()
             except Exception as told:
-                if is_same_refusal(error, told):
+                if refusal(told) == status:
                     raise told from error
             raise
 

@@ -125,20 +125,28 @@ def is_read_timeout(error: Exception) -> bool:
     return isinstance(error, boto.ReadTimeoutError)
 
 
-def is_mute(error: Exception) -> bool:
-    """Whether a response to HEAD, which has no body, leaves open why it refuses; a GET is told."""
-    return (
-        isinstance(error, boto.ClientError)
-        and _status(error) in _REFUSALS
-        and _code(error) in ("", str(_status(error)))
-    )
+class WebPageError(TransientStoreError):
+    """A response to HEAD with the `status` of a refusal, and the type of a web page: of a proxy, or of a sloppy S3 server."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def is_same_refusal(error: Exception, other: Exception) -> bool:
-    """Whether both are responses with one status."""
-    return (
-        isinstance(error, boto.ClientError) and isinstance(other, boto.ClientError) and _status(error) == _status(other)
-    )
+def mute_refusal(error: Exception) -> int | None:
+    """The status of a response to HEAD, which has no body, that leaves open why it refuses; a GET is told. None for others."""
+    if isinstance(error, WebPageError):
+        return error.status
+    return _status(error) if isinstance(error, boto.ClientError) and _is_mute(error) else None
+
+
+def _is_mute(error: boto.ClientError) -> bool:
+    return _status(error) in _REFUSALS and _code(error) in ("", str(_status(error)))
+
+
+def refusal(error: Exception) -> int | None:
+    """The status of a refusal that S3 explains; None for any other error."""
+    return _status(error) if isinstance(error, boto.ClientError) else None
 
 
 def region_elsewhere(error: Exception) -> str | None:
@@ -157,7 +165,7 @@ def _is_elsewhere(error: boto.ClientError) -> bool:
     is_told = status == 400 and "x-amz-bucket-region" in error.response.get("ResponseMetadata", {}).get(
         "HTTPHeaders", {}
     )
-    return status in (301, 307) or _code(error) in _ELSEWHERE or (is_told and is_mute(error))
+    return status in (301, 307) or _code(error) in _ELSEWHERE or (is_told and _is_mute(error))
 
 
 def _code(error: boto.ClientError) -> str:

@@ -24,6 +24,7 @@ from urllib3.exceptions import ConnectTimeoutError
 from titan_ckpt.errors import TransientStoreError
 from titan_ckpt.location import redact
 from titan_ckpt.store.deadline import current_call, heard
+from titan_ckpt.store.s3_errors import WebPageError
 from titan_ckpt.store.time_limit import on_a_thread
 
 # Of any answer but an object's bytes. A page of 1000 keys of 1024 bytes, each byte written as `%XX`, takes about 4 MB.
@@ -207,7 +208,8 @@ def _check_error(answer: AWSResponse, data: bytes, method: str) -> None:
         target = answer.headers.get("Location")
         leads = f" that leads to {redact(str(target)[:200])}" if target else ""
         kind = _kind(data) if data.strip() else "a web page"
-        raise TransientStoreError(f"the answer {answer.status_code} is {kind}{leads}, not S3's; {_PROXY}")
+        text = f"the answer {answer.status_code} is {kind}{leads}, not S3's; {_PROXY}"
+        raise WebPageError(text, answer.status_code) if method == "HEAD" else TransientStoreError(text)
 
 
 def _root(data: bytes) -> str | None:

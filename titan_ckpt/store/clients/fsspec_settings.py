@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import fsspec.config
@@ -15,12 +15,13 @@ from titan_ckpt.store.clients.s3_names import typed_value
 from titan_ckpt.store.deadline import CONNECT_TIMEOUT_S, READ_TIMEOUT_S
 
 # Options of every file system (fsspec/spec.py, fsspec/asyn.py), and those that a class takes as **kwargs and hands on:
-# to paramiko's SSHClient.connect, to aiohttp's requests.
+# to paramiko's SSHClient.connect, to aiohttp's requests, to aiobotocore's AioSession.
 _GENERAL = frozenset(
     {"use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache", "batch_size", "target_protocol",
      "target_options"}
 )  # fmt: skip
 _HANDED_ON = {
+    "s3": frozenset({"profile"}),
     "sftp": frozenset(
         {"port", "username", "password", "pkey", "key_filename", "timeout", "allow_agent", "look_for_keys", "compress", "sock",
          "gss_auth", "gss_kex", "gss_deleg_creds", "gss_host", "banner_timeout", "auth_timeout", "channel_timeout",
@@ -44,7 +45,8 @@ _READ_ONLY = {
     "http",
     "https",
 }
-_SAME_AS = {"ssh": "sftp", "https": "http"}
+_IN_OTHERS = ("zip", "tar", "libarchive")
+_SAME_AS = {"ssh": "sftp", "https": "http", "s3a": "s3"}
 _ONE_TRY = {
     "connect_timeout": CONNECT_TIMEOUT_S,
     "read_timeout": READ_TIMEOUT_S,
@@ -67,12 +69,25 @@ def configured(*protocols: str) -> dict[str, Any]:
     return found
 
 
+def check_usable(protocols: Sequence[str], where: str) -> None:
+    """UsageError for what fsspec can open, but not serve as a store."""
+    if "ftp" in protocols:
+        raise UsageError(
+            f"{where}: ftp:// cannot be used: fsspec's client has one connection, which several threads cannot share. Use "
+            "sftp://, or copy the run to a local folder"
+        )
+    if protocols[-1] in _IN_OTHERS:
+        name = protocols[-1]
+        raise UsageError(f"{where}: names no archive; write {name}://FOLDER_IN_IT::file:///path/of/archive.{name}")
+
+
 def checked_options(url: str, options: StorageOptions, where: str) -> dict[str, Any]:
     """`options` for `url_to_fs`; text, as from a command line, becomes the type of the option's default.
 
     ConfigError for an option that the file system does not know. Chained URLs take options by protocol as well.
     """
     protocols = [split_protocol(part)[0] or part for part in url.split("::")]
+    check_usable(protocols, where)
     if options.get("asynchronous") or options.get("loop") is not None:
         raise UsageError(f"{where}: an asynchronous file system cannot be used here; leave out asynchronous and loop")
     flat = {

@@ -49,7 +49,7 @@ def make_store(url: str, options: Mapping[str, Any], where: str, *, client: Any,
             plain = _plain(client, settings.get("base_url"))
             return GCSStore(bucket, config=cast(Any, settings), client_options=plain, retry_config=retries), prefix
         container, settings = _az_settings(bucket, merged)
-        plain = _plain(client, settings.get("endpoint"))
+        plain = _plain(client, settings.get("endpoint") or _az_endpoint())
         return AzureStore(container, config=cast(Any, settings), client_options=plain, retry_config=retries), prefix
     except (theirs.BaseError, ValueError) as error:
         raise ConfigError(
@@ -60,6 +60,11 @@ def make_store(url: str, options: Mapping[str, Any], where: str, *, client: Any,
 def _plain(client: Mapping[str, Any], endpoint: str | None) -> Any:
     """`client`, allowed to do without TLS where the endpoint says http."""
     return {**client, **({"allow_http": True} if str(endpoint).startswith("http://") else {})}
+
+
+def _az_endpoint() -> str | None:
+    """The endpoint that obstore takes from the environment."""
+    return os.environ.get("AZURE_STORAGE_ENDPOINT") or os.environ.get("AZURE_ENDPOINT")
 
 
 def _gs_settings(options: Mapping[str, Any], where: str) -> dict[str, Any]:
