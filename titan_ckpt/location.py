@@ -62,6 +62,8 @@ def url_text(url: StrPath, name: str = "the URL") -> str:
         raise UsageError(f"{redact(text)}: a path object drops one slash of a URL; give URLs as text")
     if not text.strip():
         raise UsageError(f"empty URL; give {_GIVE}")
+    if text.startswith(("::", "://")):
+        raise UsageError(f"{redact(text)}: names no scheme before `{text[:2]}`; give {_GIVE}")
     if (mistyped := _MISTYPED.match(text)) is not None:
         meant = f"{mistyped[1].lower()}://{'/' if mistyped[1].lower() == 'file' else ''}{text[mistyped.end() :]}"
         raise UsageError(
@@ -120,6 +122,8 @@ def _file_in(url: str) -> str:
 def _why_unwritable(url: str) -> str:
     if not url.isprintable():
         return "it has a control character or another character that cannot be printed"
+    if "?" in url and scheme(url) == "file":
+        return "its name has a `?`, where the query of a URL begins, which messages hide"
     if "?" in url or ("#" in url and scheme(url) != "file"):
         return "a run's URL has no query and no fragment; put a client's options into its own configuration"
     if _ONE_SLASH.match(url):

@@ -13,9 +13,11 @@ import torch.distributed.checkpoint as dcp
 
 import titan_ckpt as tc
 import titan_ckpt.debug as debug
+from titan_ckpt.console.store_arguments import check_urls
 from titan_ckpt.converters import export_hf, import_hf, open_hf, open_hf_checkpoint
 from titan_ckpt.converters.torch_file import export_torch, import_torch
 from titan_ckpt.errors import UsageError
+from titan_ckpt.location import redact, redact_text
 from titan_ckpt.saving.saver import SaveError
 
 WRONG = [
@@ -155,3 +157,46 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
     for name, call in calls:
         with pytest.raises(UsageError, match=name):
             call()
+
+
+@pytest.mark.parametrize("url", ["::memory://a", "://a", "::a"])
+def test_a_url_without_its_scheme_is_no_folder(url: str) -> None:
+    with pytest.raises(UsageError, match="names no scheme"):
+        tc.save(url, STATE, step=1)
+
+
+def test_a_question_mark_in_a_folder_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"its name has a `\?`"):
+        tc.save(tmp_path / "a?b", STATE, step=1)
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1/run", "simplecache::ftp://127.0.0.1/run"])
+def test_ftp_is_refused_before_it_is_asked(url: str) -> None:
+    with pytest.raises(UsageError, match=r"one connection.*sftp://"):
+        tc.list_checkpoints(url)
+
+
+@pytest.mark.parametrize("name", ["zip", "tar"])
+def test_an_archive_needs_the_url_of_its_file(name: str) -> None:
+    with pytest.raises(UsageError, match=f"names no archive; write {name}://FOLDER_IN_IT::"):
+        tc.list_checkpoints(f"{name}://run.{name}")
+
+
+def test_what_a_store_holds_is_opened_and_loaded_from_it(tmp_path: Path) -> None:
+    store = tc.open_store(f"memory://{tmp_path.name}/run")
+    for step in (1, 2):
+        tc.save(store, {"w": STATE["w"] + step}, step=step)
+    assert (tc.open_checkpoint(store).step, tc.open_checkpoint(store, step=1).step) == (2, 1)
+    found = {"w": torch.zeros(4)}
+    tc.load(store, found)
+    assert torch.equal(found["w"], STATE["w"] + 2)
+
+
+def test_a_container_before_an_account_is_no_password() -> None:
+    url = "abfs://container@account.dfs.core.windows.net/run"
+    check_urls([url, f"{url}@5", f"save.url={url}"])
+    assert redact(url) == url
+    assert redact_text(f"{url}@5: gone, s3://a:b@c/d") == f"{url}@5: gone, s3://***@c/d"
+    for secret in (url.replace("container", "user:pw"), url.replace("abfs", "https"), f"{url}?sig=abc"):
+        with pytest.raises(UsageError, match="secrets on a command line"):
+            check_urls([secret])

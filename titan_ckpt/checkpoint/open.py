@@ -45,7 +45,7 @@ from titan_ckpt.format.names import (
     step_folder,
 )
 from titan_ckpt.format.own_step import read_index
-from titan_ckpt.location import StrPath, join, local_path, parse_location, scheme
+from titan_ckpt.location import Location, StrPath, join, local_path, parse_location, scheme
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
@@ -85,32 +85,39 @@ def list_checkpoints(url: StrPath | Store, *, storage_options: Options = None) -
     return [_info(store, step) for step in _steps(store)]
 
 
-def as_checkpoint(value: Checkpoint | StrPath, storage_options: Options = None) -> Checkpoint:
-    """`value`, or the checkpoint at the URL that it is. UsageError for another type."""
+def as_checkpoint(value: Checkpoint | StrPath | Store, storage_options: Options = None) -> Checkpoint:
+    """`value`, or the checkpoint at the URL or in the store that it is. UsageError for another type."""
     if isinstance(value, Checkpoint):
         with using(storage_options, value):  # refuses options for what is open
             return value
     check_type(
-        value, "checkpoint", str, os.PathLike, hint="an open Checkpoint, or URL[@STEP] as text or as a pathlib.Path"
+        value,
+        "checkpoint",
+        str,
+        os.PathLike,
+        Store,
+        hint="an open Checkpoint, or URL[@STEP] as text or as a pathlib.Path",
     )
     return open_checkpoint(value, storage_options=storage_options)
 
 
 def open_checkpoint(
-    url: StrPath, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK,
+    url: StrPath | Store, *, step: int | None = None, store: Store | None = None, on_damage: OnDamage | str = OnDamage.FALL_BACK,
     storage_options: Options = None,
 ) -> Checkpoint:  # fmt: skip
     """Open `url[@STEP]`; without a step, the newest checkpoint that is committed, resumable and whole.
 
-    Also opens a foreign DCP checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N` or `iter_N`)
-    with kind `foreign`, and a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
+    `url` may be the run's store itself (`open_store`), or its URL with that `store` beside it. Also opens a foreign DCP
+    checkpoint (a folder with `.metadata` and no COMMIT, or a run of such folders, `step-N` or `iter_N`) with kind `foreign`, and
+    a Hugging Face model (a folder with config.json) as a model-only checkpoint of step 0.
     NotCommittedError if there is nothing to open. DamagedError if the step asked for is damaged, if no step is whole, or if the
     newest is damaged and `on_damage` is "error"; "fall_back" logs the damage and opens the one before. A checkpoint written by a
     later release is never skipped: NewerFormatError. StoreError if the store fails: an older checkpoint is never opened because
     of that.
     """
     on_damage = OnDamage.parse(on_damage, "on_damage")
-    location = parse_location(url)
+    location = Location(url=url.url) if isinstance(url, Store) else parse_location(url)
+    store = url if isinstance(url, Store) and store is None else store
     check_type(store, "store", Store, or_none=True, hint="what open_store(url) returns")
     if step is not None:
         step = check_step(step)

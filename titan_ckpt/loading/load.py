@@ -37,13 +37,14 @@ from titan_ckpt.state.state_dict import (
     has_part_of,
     local_shard,
 )
+from titan_ckpt.store.base import Store
 from titan_ckpt.store.deadline import TimedCall
 
 log = logging.getLogger(__name__)
 
 
 def load(
-    checkpoint: Checkpoint | StrPath,
+    checkpoint: Checkpoint | StrPath | Store,
     state: MutableMapping[str, Any],
     *,
     policy: LoadPolicy | None = None,
@@ -92,7 +93,7 @@ class _Prepared:
 
 
 def _prepared(
-    checkpoint: Checkpoint | StrPath,
+    checkpoint: Checkpoint | StrPath | Store,
     storage_options: Mapping[str, Any] | None,
     state: Mapping[str, Any],
     policy: LoadPolicy,
