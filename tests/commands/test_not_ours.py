@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,11 @@ from titan_ckpt.check.mend import mend_metadata
 from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.cli.main import main
 from titan_ckpt.dcp.storage import StorageWriter
-from titan_ckpt.errors import AlreadyExistsError, ConfigError, TitanError, UsageError
+from titan_ckpt.errors import AlreadyExistsError, ConfigError, PermissionDeniedError, TitanError, UsageError
 from titan_ckpt.format.commit import DIGEST, _encode
 from titan_ckpt.location import parse_location
 from titan_ckpt.saving.saver import SaveOptions, Saver, save
+from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import apply_retention
@@ -213,3 +214,26 @@ def test_what_a_linked_step_needs_stays(tmp_path: Path, capsys: pytest.CaptureFi
     assert (code, "symbolic link" in text) == (0, True)
     assert [info.step for info in list_checkpoints(str(run))] == [1, 2, 4]
     assert loads(run, 2)
+
+
+def test_ls_lists_the_others_beside_a_forbidden_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "run", 1, 2, 3)
+    there, listed = FileStore.stat, FileStore.list
+
+    def stat(store: FileStore, path: str) -> ObjectInfo:
+        if path.startswith(STEP):
+            raise PermissionDeniedError(f"{path}: Permission denied")
+        return there(store, path)
+
+    def listing(store: FileStore, prefix: str = "") -> Iterator[ObjectInfo]:
+        if prefix.startswith(STEP):
+            raise PermissionDeniedError(f"{prefix}: Permission denied")
+        return listed(store, prefix)
+
+    monkeypatch.setattr(FileStore, "stat", stat)
+    monkeypatch.setattr(FileStore, "list", listing)
+    assert main(["ls", str(tmp_path / "run")]) == 1
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:4]]
+    assert rows == [["1", "committed"], ["2", "unreadable"], ["3", "committed"]]

@@ -14,7 +14,7 @@ from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
 from titan_ckpt.console.units import format_duration, format_size
-from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.errors import NotCommittedError, PermissionDeniedError
 from titan_ckpt.format.names import METADATA, step_folder
 from titan_ckpt.location import Location, run_location
 from titan_ckpt.store.base import Store
@@ -64,12 +64,9 @@ def run(arguments: Namespace) -> int:
 
 def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
     commit = info.commit
-    if commit is not None:
-        size, age = commit.size_bytes, age_s(commit.created, now_s)
-    else:
-        entries = list(store.list(step_folder(info.step)))
-        size = sum(entry.size_bytes for entry in entries)
-        age = now_s - max((entry.modified_s for entry in entries), default=now_s)
+    size, age = (
+        _size_and_age(store, info, now_s) if commit is None else (commit.size_bytes, age_s(commit.created, now_s))
+    )
     return {
         "step": info.step,
         "state": info.state,
@@ -81,6 +78,18 @@ def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
         "attempt": commit.attempt if commit else None,
         "problem": info.problem,
     }
+
+
+def _size_and_age(store: Store, info: CheckpointInfo, now_s: float) -> tuple[int | None, float | None]:
+    """Of what is in the folder of a step without a COMMIT; None where that may not be looked at."""
+    try:
+        entries = list(store.list(step_folder(info.step)))
+    except PermissionDeniedError:
+        if info.state != CheckpointState.UNREADABLE:
+            raise
+        return None, None
+    age = now_s - max((entry.modified_s for entry in entries), default=now_s)
+    return sum(entry.size_bytes for entry in entries), age
 
 
 def _foreign_rows(store: Store, location: Location, now_s: float) -> list[dict[str, Any]]:
@@ -110,7 +119,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
             row["state"],
             f"{row['family']} model" if "family" in row else row["kind"] or "-",
             row["mesh"] or "-",
-            format_size(row["size_bytes"]),
+            "-" if row["size_bytes"] is None else format_size(row["size_bytes"]),
             "-" if row["age_s"] is None else format_duration(max(row["age_s"], 0)),
         ]
         for row in rows
