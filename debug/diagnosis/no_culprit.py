@@ -96,13 +96,13 @@ def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
 
 
 def stands_still(run: Run) -> bool:
-    """Whether py-spy or gdb looked at ranks more than once, and saw each at the same place again."""
+    """Whether a tool such as py-spy or gdb looked at ranks more than once, and saw each at the same place again."""
     looks = [[s.main.frames for s in record.stacks if s.main and s.reason in LOOKS] for record in run.ranks.values()]
     again = [frames for frames in looks if len(frames) > 1]
     return bool(again) and all(frames[0] == other for frames in again for other in frames[1:])
 
 
-LOOKS = ("pyspy", "gdb")
+LOOKS = ("pyspy", "gdb", "eu-stack", "pystack")
 
 
 def says_done(run: Run) -> bool:

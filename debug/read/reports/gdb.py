@@ -8,6 +8,7 @@ Tools/gdb/libpython.py, which shows a frame of Python as `Frame 0x.., for file t
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.records import Frame, StackSnapshot, Thread
@@ -35,7 +36,7 @@ _PYTHON = re.compile(r'^  File "(?P<file>[^"]{1,400})", line (?P<line>\d{1,9}), 
 # Below a wait of torch, NCCL, gloo or CUDA: the C library's own functions say nothing.
 _SLEEPS = re.compile(
     r"^(?:_{0,4}(?:GI_+)?(?:pthread_\w+|futex\w*|lll_\w+|poll|ppoll|epoll_\w+|select|sem_\w+|clock_nanosleep|nanosleep|read|recv"
-    r"|recvmsg|accept4?|syscall|ioctl|sched_yield|new_sem_\w+|cond_\w+)(?:@.*)?|std::condition_variable::.*|\?\?)$"
+    r"|recvmsg|accept4?|syscall|ioctl|sched_yield|new_sem_\w+|cond_\w+)(?:[@.].*)?|std::condition_variable::.*|\?\?)$"
 )
 _INTERPRETER = re.compile(r"_?PyEval_\w+$")
 
@@ -122,13 +123,16 @@ def _native(line: str) -> Frame | None:
 
 
 def _spoken(thread: _Read) -> tuple[Frame, ...]:
-    """The frames from the innermost that says what is waited for: the C library's waits above it are left out. Where `py-bt` gave
-    the frames of Python, they follow those of C that the innermost of them called."""
+    """The frames without the C library's waits above them. Where `py-bt` gave the frames of Python, they follow those of C that
+    the innermost of them called."""
     frames = thread.native
     if thread.python:
         called = next((place for place, f in enumerate(frames) if _INTERPRETER.match(f.function)), len(frames))
         frames = [*frames[:called], *thread.python]
-    for place, frame in enumerate(frames):
-        if not _SLEEPS.match(frame.function):
-            return tuple(frames[place:])
-    return tuple(frames)
+    return below_sleeps(frames)
+
+
+def below_sleeps(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames from the innermost that says what is waited for; all of them if none does."""
+    place = next((place for place, frame in enumerate(frames) if not _SLEEPS.match(frame.function)), 0)
+    return tuple(frames[place:])

@@ -1,21 +1,24 @@
-"""Stack dumps of whole processes by py-spy and gdb, of one process or of many in one file; the process says who it is.
+"""Stack dumps of whole processes by py-spy, gdb and others, of one process or of many in one file; the process says who it is.
 
 Formats: `py-spy dump` (its src/dump.rs: `Process 4711: python train.py`, then threads) and `py-spy dump --json`;
-`ray stack` (ray/scripts/scripts.py) puts `Stack dump for` and the line of `ps` before each process; `gdb.py` reads gdb's.
+`ray stack` (ray/scripts/scripts.py) puts `Stack dump for` and the line of `ps` before each process; `gdb.py` reads
+gdb's, `elf_stacks.py` those of eu-stack and pystack.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.records import Frame, StackSnapshot, Thread
+from titan_ckpt.debug.read.reports.elf_stacks import is_eu_stack, is_pystack, read_eu_stacks, read_pystack
 from titan_ckpt.debug.read.reports.gdb import is_gdb, read_gdb
 from titan_ckpt.debug.read.stacks import bracketed, parse_stacks
 from titan_ckpt.parsing.json_values import JsonValue
 
 MAX_THREADS = 512
+_HEAD = 4096  # characters that show who wrote a text
 _PROCESS = re.compile(r"^Process (?P<pid>\d{1,9}): (?P<command>.{0,4000})$", re.MULTILINE)
 _HEADING = re.compile(r"^\W{0,8}(?:[Gg]lobal[ _-]?)?[Rr]ank[ _:=#-]{0,3}(?P<rank>\d{1,6})\b.{0,80}$", re.MULTILINE)
 _LOOK_BACK = 300  # characters before a process in which a script may have put a heading
@@ -33,7 +36,7 @@ class ProcessStacks:
 
 
 def is_process_stacks(head: str) -> bool:
-    """Whether a text begins as py-spy or gdb writes one."""
+    """Whether a text begins as py-spy, gdb, eu-stack or pystack writes one."""
     first = head.lstrip()
     return bool(
         (
@@ -42,6 +45,8 @@ def is_process_stacks(head: str) -> bool:
             and re.search(r"^(?:Python v\d|Thread \d)", first, re.MULTILINE)
         )
         or is_gdb(head)
+        or is_eu_stack(head)
+        or is_pystack(head)
     )
 
 
@@ -49,8 +54,8 @@ def read_process_stacks(text: str, source: str) -> Iterator[ProcessStacks]:
     """One entry per process."""
     heads = list(_PROCESS.finditer(text))
     if not heads:
-        pid, stacks = read_gdb(text, source)
-        yield ProcessStacks(stacks=stacks, pid=pid)
+        for pid, stacks in _native_stacks(text, source):
+            yield ProcessStacks(stacks=stacks, pid=pid)
         return
     for head, following in zip(heads, [*heads[1:], None], strict=True):
         part = text[head.end() : following.start() if following else len(text)]
@@ -59,6 +64,12 @@ def read_process_stacks(text: str, source: str) -> Iterator[ProcessStacks]:
             stacks=parse_stacks(part, source, "pyspy"), pid=int(head["pid"]), rank=rank,
             local_rank=int(place["local"]) if place else None,
         )  # fmt: skip
+
+
+def _native_stacks(text: str, source: str) -> Iterable[tuple[int | None, StackSnapshot]]:
+    if is_eu_stack(text[:_HEAD]):
+        return read_eu_stacks(text, source)
+    return [read_pystack(text, source) if is_pystack(text[:_HEAD]) else read_gdb(text, source)]
 
 
 def _rank_above(text: str, at: int) -> int | None:

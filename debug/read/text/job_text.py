@@ -95,6 +95,8 @@ class JobText:
             for name in names or ([self.default] if self.default[0] == "local" else ()):
                 self.links.setdefault(name, line.rank)
             return ("rank", "", line.rank)
+        if line.is_nccl and self.default[0] == "rank":  # NCCL runs in the rank itself, whose file this is
+            self.links.setdefault(names[0], self.default[2])
         if names:
             if line.node is not None:
                 self.nodes.setdefault(names[-1], line.node)

@@ -39,6 +39,7 @@ class Line:
     host: str = ""
     pid: int | None = None
     time_s: float | None = None
+    is_nccl: bool = False  # NCCL wrote it: `pid` is the rank's own process
 
 
 _Take = Callable[[Line, re.Match[str]], None]
@@ -88,7 +89,7 @@ def _host(line: Line, match: re.Match[str]) -> None:
 
 
 def _nccl(line: Line, match: re.Match[str]) -> None:
-    line.host, line.pid = match["host"], int(match["pid"])
+    line.host, line.pid, line.is_nccl = match["host"], int(match["pid"]), True
 
 
 def _nothing(_line: Line, _match: re.Match[str]) -> None:
