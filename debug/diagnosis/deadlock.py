@@ -67,9 +67,11 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
 def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
     if not all(edge.is_p2p for edge in cycle.inside):
         return None
-    strange = tuple(rank for rank in cycle.ranks if _left_its_order(cycle.run, rank))
-    if 0 < len(strange) < len(cycle.ranks):
-        return _left_out(cycle, strange)
+    return _odd_one(cycle) or _circle(cycle)
+
+
+def _circle(cycle: _Cycle) -> _Finding:
+    """Nobody left an order: the program lets each wait for the other."""
     return _Finding(
         verdict=VerdictKind.P2P_CYCLE,
         culprits=cycle.ranks,
@@ -81,8 +83,11 @@ def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
     )
 
 
-def _left_out(cycle: _Cycle, strange: tuple[int, ...]) -> _Finding:
+def _odd_one(cycle: _Cycle) -> _Finding | None:
     """A circle that one rank closed when it left the order of sends and receives that it repeated until then."""
+    strange = tuple(rank for rank in cycle.ranks if _left_its_order(cycle, rank))
+    if not 0 < len(strange) < len(cycle.ranks):
+        return None
     return _Finding(
         verdict=VerdictKind.P2P_MISSING_PEER,
         culprits=strange,
@@ -90,18 +95,23 @@ def _left_out(cycle: _Cycle, strange: tuple[int, ...]) -> _Finding:
         basis=Basis.BROKE_ROUTINE,
         headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: rank {_list(strange)} left the "
         "order of sends and receives that it had repeated, the others did not",
-        advice="look for the branch that leaves the send or recv out on that rank",
-        edges=cycle.inside,
+        advice="look for the branch that leaves the send or recv out on that rank, or gives it another peer",
+        edges=tuple(sorted(cycle.inside, key=lambda edge: (not edge.is_p2p, edge.waiter not in strange))),
     )
 
 
-def _left_its_order(run: Run, rank: int) -> bool:
-    """Whether a rank's newest send or recv is another one than its own earlier ones lead to."""
-    table = run.ranks[rank].operations
-    pairs = table[table["p2p"] != 0]
-    keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
-    expected = predict(keys[:-1])
-    return expected is not None and expected != keys[-1]
+def _left_its_order(cycle: _Cycle, rank: int) -> bool:
+    """Whether the send or recv that a rank waits in is another one than its own earlier ones lead to."""
+    table = cycle.run.ranks[rank].operations
+    pairs = (table["p2p"] != 0).nonzero()[0].tolist()
+    rows = [_row(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
+    waited = [row for row in rows if row is not None]
+    if not waited:
+        return False
+    keys = list(zip(table["p2p"][pairs].tolist(), table["peer"][pairs].tolist(), strict=True))
+    place = pairs.index(min(waited))
+    expected = predict(keys[:place])
+    return expected is not None and expected != keys[place]
 
 
 def _half_missing(cycle: _Cycle) -> _Finding | None:
@@ -111,13 +121,15 @@ def _half_missing(cycle: _Cycle) -> _Finding | None:
     if not one_sided:
         return None
     missing = tuple(sorted({edge.awaited for edge in one_sided if not _in_p2p(inside, edge.awaited)}))
+    if not missing:  # all are in P2P, and some in a collective that waits behind it
+        return _odd_one(cycle) or _circle(cycle)
     stray = _misdirected(cycle.run, one_sided, missing)
     missing = missing if stray is None else (stray,)
     first = next((edge for edge in one_sided if edge.awaited in missing), one_sided[0])
     why = "left out: it waits elsewhere" if stray is None else "addressed to a rank that does not expect it"
     return _Finding(
         verdict=VerdictKind.P2P_MISSING_PEER,
-        culprits=missing or (first.awaited,),
+        culprits=missing,
         victims=cycle.others(missing),
         basis=Basis.WAIT_CYCLE,
         headline=f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} "
@@ -272,11 +284,18 @@ def _minority(cycle: _Cycle) -> tuple[tuple[int, ...], Basis]:
 
 
 def _operation(run: Run, edge: Edge) -> Operation | None:
+    row = _row(run, edge)
+    return run.operation(edge.waiter, row) if row is not None else None
+
+
+def _row(run: Run, edge: Edge) -> int | None:
+    """The row of the operation that an edge's rank waits in; messages are numbered for each pair."""
     table = run.ranks[edge.waiter].operations
-    rows = (
-        (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
-    ).nonzero()[0]
-    return run.operation(edge.waiter, int(rows[-1])) if len(rows) else None
+    found = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
+    if edge.is_p2p:
+        found &= table["peer"] == edge.awaited
+    rows = found.nonzero()[0]
+    return int(rows[-1]) if len(rows) else None
 
 
 def _verdict(cycle: _Cycle, finding: _Finding) -> Verdict:

@@ -23,6 +23,7 @@ from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch
+from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many
 from titan_ckpt.debug.diagnosis.no_culprit import (
     healthy,
     looks_quiet,
@@ -131,7 +132,10 @@ def _faults(
         yield from group_conflicts(run)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
-    reasons = [verdict_of(run, root, edges, states) for root in named]
+    extra = [*one_too_many(run, found_lanes, states)]
+    yield from extra
+    past = {rank for verdict in extra for rank in verdict.victims}
+    reasons = [verdict_of(run, root, edges, states) for root in named if root not in past]
     yield from _without_reason(run, [found for found in reasons if not _is_outnumbered(found, edges)], states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
@@ -190,12 +194,13 @@ def _named_together(found: Sequence[Verdict], factor: float = NAMED_TOGETHER) ->
 
 def _is_outnumbered(verdict: Verdict, edges: Sequence[Edge]) -> bool:
     """Whether a verdict that rests on nothing but an operation not issued has more such ranks than ranks that wait in it: then
-    those few went further than the rest, and not issuing it accuses nobody."""
+    those few went further than the rest, and not issuing it accuses nobody. Ranks that wait elsewhere are none of the rest."""
     if verdict.confidence > Basis.NOT_ISSUED.confidence or not verdict.culprits:
         return False
     direct = [edge for edge in edges if edge.awaited == verdict.culprits[0]]
     at = {(edge.group, edge.seq) for edge in direct if not edge.is_p2p}
-    behind = {edge.awaited for edge in edges if (edge.group, edge.seq) in at}
+    waiting = {edge.waiter for edge in edges}
+    behind = {edge.awaited for edge in edges if (edge.group, edge.seq) in at} - waiting
     return len(behind) > len({edge.waiter for edge in edges if (edge.group, edge.seq) in at})
 
 
