@@ -26,8 +26,8 @@ def supported_torch() -> tuple[str, str]:
     return oldest[1], pinned[1]
 
 
-def full_cells(python: Python, *, with_cuda: bool) -> Iterator[Cell]:
-    """The newest torch, CI's and the oldest one; CUDA builds only if asked for."""
+def full_cells(python: Python, tests: Sequence[str], *, with_cuda: bool) -> Iterator[Cell]:
+    """The newest torch, CI's and the oldest one; CUDA builds only if asked for. No `tests`: all quick ones."""
     oldest, pinned = supported_torch()
     versions = torch_versions(python.program, oldest)
     if not versions:
@@ -40,7 +40,7 @@ def full_cells(python: Python, *, with_cuda: bool) -> Iterator[Cell]:
         elif build.is_cuda and not with_cuda:
             yield _left_out(python, version, "only a CUDA build of several GB (--cuda takes it)")
         else:
-            yield try_full(python, build.version, WORK)
+            yield try_full(python, build.version, WORK, tests)
 
 
 def _left_out(python: Python, torch: str, why: str) -> Cell:
@@ -54,7 +54,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         if options.python in (None, python.minor):
             yield try_laptop(python, WORK)
             if not options.laptop:
-                yield from full_cells(python, with_cuda=options.cuda)
+                yield from full_cells(python, options.tests, with_cuda=options.cuda)
     for minor in missing:
         if options.python in (None, minor):
             yield Cell(
@@ -82,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--laptop", action="store_true", help="only the installs without torch")
     parser.add_argument("--python", metavar="3.X", help="only this Python")
     parser.add_argument("--cuda", action="store_true", help="also take torch builds that bring CUDA, several GB each")
+    parser.add_argument(
+        "--tests", nargs="+", default=(), metavar="PATH", help="quick tests in these files or folders alone"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells here too")
     options = parser.parse_args(arguments)
     done = []

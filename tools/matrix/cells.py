@@ -69,8 +69,8 @@ def try_laptop(python: Python, work: Path) -> Cell:
     return _cell(python, "none (laptop)", work / f"laptop-{python.minor}", steps)
 
 
-def try_full(python: Python, torch: str, work: Path) -> Cell:
-    """Install with torch and the development tools, and run the quick tests."""
+def try_full(python: Python, torch: str, work: Path, tests: Sequence[str] = ()) -> Cell:
+    """Install with torch and the development tools, and run the quick tests, or those of `tests`."""
 
     def steps(program: Path, folder: Path) -> str:
         pip: list[str | Path] = [program, "-m", "pip", "install", "-qq"]
@@ -82,6 +82,7 @@ def try_full(python: Python, torch: str, work: Path) -> Cell:
         )
         _run([*pip, "-c", str(pinned), "-e", f"{folder / 'source'}[dev]"], folder, INSTALL_LIMIT_S)
         command: list[str | Path] = [program, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", QUICK]
+        command += tests
         return _run(command, folder / "source", TESTS_LIMIT_S).strip().splitlines()[-1].strip("= ")
 
     return _cell(python, torch, work / f"torch-{torch}-{python.minor}", steps)
@@ -94,6 +95,7 @@ def _cell(python: Python, torch: str, folder: Path, steps: Steps) -> Cell:
         copy_sources(ROOT, folder / "source", compiled=False)
         _run([python.program, "-m", "venv", str(folder / "venv")], folder, INSTALL_LIMIT_S)
         detail, state = steps(folder / "venv" / "bin" / "python", folder), State.PASSED
+        shutil.rmtree(folder / "venv")  # with CUDA it takes several GB
     except StepFailedError as error:
         detail, state = str(error), State.FAILED
     return Cell(
