@@ -56,7 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "path", metavar="PATH", help="a run's URL, an incident folder, a folder of dumps or of logs, or one dump"
     )
     _add_options(parser)
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # else argparse says that it misses it beside PATH
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -79,6 +79,7 @@ def _add_rules(parser: Parser) -> None:
         parser.needs(option, "--plan")
     parser.needs("--rank-mtbf-hours", "--estimate")
     parser.needs("--upload-rate", "--estimate", "--plan")
+    parser.needs("--json", "--print-config", "--estimate", "--plan")
     parser.excludes("--nproc", "--pretokenise", "--export-adapter", "--plan")
     parser.excludes("--restarts", *modes)
 

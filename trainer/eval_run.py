@@ -78,8 +78,8 @@ def _config(arguments: Namespace, recorded: Any) -> TrainConfig:
     if arguments.config is not None:
         config = resolve(kind, find_config(arguments.config), [*sets, *arguments.set]).config
     else:
-        if not recorded:
-            raise UsageError(f"{arguments.checkpoint} records no settings; give them with --config")
+        if "data" not in (recorded or {}):  # a Hugging Face folder has [model] alone
+            raise UsageError(f"{arguments.checkpoint} records no data to evaluate on; give the settings with --config")
         tree = {name: dict(table) for name, table in recorded.items()}
         tree["mesh"] = tree.get("mesh", {}) | DEGREES
         merge_sets(tree, [*sets, *arguments.set], {})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from argparse import Namespace
 
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import format_table, write_text
 from titan_ckpt.errors import UsageError
-from titan_ckpt.trainer.config.recipes import find_template, published, purpose, templates
+from titan_ckpt.trainer.config.recipes import find_template, is_template, published, purpose, templates
 
 DEFAULT = "tiny"
 EPILOG = """\
@@ -49,7 +50,7 @@ def run(arguments: Namespace) -> int:
             f"{target} exists and is left as it is; name another file: titan-ckpt init FILE.toml"
         ) from error
     write_text(
-        f"wrote {target}: {purpose(recipe)}\nnext:  titan-ckpt train {target}\n"
+        f"wrote {target}: {purpose(recipe)}\nnext:  titan-ckpt train {shlex.quote(target)}\n"
         f"       titan-ckpt config --explain save.url    # what a setting means"
     )
     return 0
@@ -60,7 +61,7 @@ def _check_name(target: str) -> None:
     if "://" in target:
         raise UsageError(f"{target}: a config is a local file; write it here and copy it there")
     if not target.endswith(".toml"):
-        meant = f"did you mean --template {target}? " if target in templates() else ""
+        meant = f"did you mean --template {target}? " if is_template(target) else ""
         raise UsageError(f"{target!r}: {meant}the name of a config ends with .toml")
     folder = os.path.dirname(target)
     if folder and not os.path.isdir(folder):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
+from titan_ckpt.arguments import check_whole
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.converters.hf.assets import (
     CONFIG,
@@ -115,6 +116,7 @@ def plan_export(
     adapter: Adapter | None = None,
 ) -> ExportPlan:
     """Plan the export. `config` is a config.json for checkpoints without a model config; `adapter` is merged into the weights."""
+    check_whole(max_shard_bytes, "max_shard_bytes", at_least=1)
     manifest = checkpoint.manifest
     carried = _assets(checkpoint)
     base, removed = _base_config(checkpoint, config, carried)

@@ -193,10 +193,21 @@ def _snapshot(store: Store) -> Store:
     return open_store(join(store.url, "snapshots", revision))
 
 
+def _from_hub(url: str) -> str:
+    """How to fetch ORG/NAME, if that is what was given in a folder's place."""
+    name = os.path.relpath(local_path(url))
+    is_id = name.count("/") == 1 and not name.startswith(".") and not os.path.exists(name.partition("/")[0])
+    return (
+        f"; a model of the Hub is fetched first: hf download {name} --local-dir {os.path.basename(name)}"
+        if is_id
+        else ""
+    )
+
+
 def _explain_missing(store: Store, names: Mapping[str, int]) -> NoReturn:
     if not names:
         what = "it is a file" if os.path.isfile(local_path(store.url)) else "the folder is empty or does not exist"
-        raise NotFoundError(f"{store}: {what}; expected a Hugging Face model with {CONFIG}")
+        raise NotFoundError(f"{store}: {what}; expected a Hugging Face model with {CONFIG}{_from_hub(store.url)}")
     raise NotFoundError(
         f"{store}: no {CONFIG}; a Hugging Face model has one (an unfinished copy has not). Found {sorted(names)[:6]}"
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.arguments import nearest
 from titan_ckpt.console.command import Command
 from titan_ckpt.console.output import write_note, write_text
 from titan_ckpt.debug.read.black_boxes import BoxReader
@@ -155,7 +156,7 @@ def inject(
 
 def _check(case: str, ranks: int) -> Truth:
     if case not in CASES:
-        raise UsageError(f"no case {case!r}; there are: {', '.join(CASES)}")
+        raise UsageError(f"no case {case!r}; {nearest(case, CASES)}there are: {', '.join(CASES)}")
     truth = CASES[case]
     if not is_possible(case, ranks):
         needs = "an even number of" if truth.is_even else f"between {truth.least_ranks} and 64"

@@ -115,7 +115,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _attach(arguments)
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise NotFoundError(f"{folder}: no such folder; give the one that the recorder writes to")
+        what = "it is a file" if folder.is_file() else "there is no such folder"
+        raise NotFoundError(f"{folder}: {what}; give the folder that the recorder writes to")
     if arguments.logs and not arguments.out:
         raise UsageError("--logs copies log files to --out; give both")
     for process in collect(folder, wait_s=arguments.wait):

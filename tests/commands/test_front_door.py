@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
+from tests.support.hf_models import config, tensors, write_model
 from titan_ckpt.cli import main as command_line
 from titan_ckpt.cli.examine import machine, torch_runtime
 from titan_ckpt.cli.main import COMMANDS, build_parser, main
@@ -320,3 +322,20 @@ def test_help_of_every_command_needs_no_torch() -> None:
         "`titan-ckpt train` needs torch, which is not installed: pip install 'titan-ckpt[train]'"
     )
     assert ended.stdout.count("usage: titan-ckpt") == 18
+
+
+def test_the_next_command_of_init_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "my run.toml"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next:"))
+    assert shlex.split(line) == ["next:", "titan-ckpt", "train", "my run.toml"]
+
+
+def test_a_hugging_face_folder_records_no_data_to_evaluate_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "model", config(), tensors(config()))
+    assert main(["eval", str(model)]) == 2
+    assert "records no data to evaluate on" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shlex
 import shutil
 from pathlib import Path
 
@@ -130,6 +131,25 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("debug inject skip --out afile", 2, ("afile", "give a folder")),
     ("doctor htp://host", 2, ("htp", "s3://")),
     ("demo --dir afile", 2, ("afile is a file",)),
+    ("--jsn", 2, ("no option '--jsn'", "a command comes first")),
+    ("ls runs", 3, ("runs in this folder: tiny",)),
+    ("verify runs", 3, ("no step folder", "runs in this folder: tiny")),
+    ("prune runs --keep-last 1", 3, ("runs in this folder: tiny",)),
+    ("ls 's3://a bucket/run'", 2, ("'a bucket' is no name of a bucket",)),
+    ("ls s3://bucket/run --storage-option secret=@nope", 2, ("cannot read nope", "FileNotFoundError", "hold secret")),
+    ("reshard runs/tiny@1 out --mesh dp_shard=2 --dtype bf16", 2, ("did you mean 'bfloat16'?",)),
+    ("convert to-hf runs/tiny out --max-shard-size 0", 2, ("max_shard_bytes is 0", "from 1 on")),
+    ("debug empty --html s3://bucket/x.html", 2, ("local file",)),
+    ("tui runs/tiny --screenshot s3://bucket/x.svg", 2, ("local file",)),
+    ("train debug --json", 2, ("--json has no effect without --print-config",)),
+    ("train debug --set steps=3", 2, ("unknown key steps", "did you mean 'train.steps'?")),
+    ("train debug --set mesh.tp=0", 2, ("mesh.tp = 0", "at least 1")),
+    ("train debug --set mesh.cp=-1", 2, ("mesh.cp = -1", "at least 1")),
+    ("debug", 2, ("are required: PATH;",)),
+    ("debug inject skpi", 2, ("did you mean 'skip'?",)),
+    ("debug collect afile", 3, ("it is a file", "that the recorder writes to")),
+    ("convert from-hf meta-llama/Llama-3.1-8B out", 3, ("hf download meta-llama/Llama-3.1-8B",)),
+    ("init 8b", 2, ("did you mean --template 8b?",)),
     ("ls runs/tiny -v -q", 2, ("--verbose has no effect with --quiet",)),
 ]
 
@@ -157,7 +177,7 @@ def test_a_mistake_is_named_in_one_line_with_its_mend(
     folder: Path, capsys: pytest.CaptureFixture[str], line: str, code: int, words: tuple[str, ...]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    found, printed = _exit_code(line.split()), capsys.readouterr()
+    found, printed = _exit_code(shlex.split(line)), capsys.readouterr()
     assert found == code, printed.err
     assert printed.err.count("\n") == 1, printed.err
     assert all(word in printed.err for word in words), printed.err

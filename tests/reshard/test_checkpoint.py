@@ -226,7 +226,7 @@ def test_an_unknown_model_takes_its_placements_from_a_file(tmp_path: Path, capsy
         (["--mesh", "dp_shard=2", "--rename", "*=*.*"], "write OLD=NEW with as many \\* on both sides"),
         (["--mesh", "dp_shard=2", "--rename", "model.model.layers.*=same"], "write OLD=NEW"),
         (["--mesh", "dp_shard=2", "--rename", "model.lm_head.weight=model.model.norm.weight"], "would both be named"),
-        (["--mesh", "dp_shard=2", "--dtype", "int8"], "--dtype 'int8' is not one of"),
+        (["--mesh", "dp_shard=2", "--dtype", "int8"], "--dtype 'int8': use one of"),
         (["--mesh", "dp_shard=2", "--memory", "1MB"], "is too little for .*; the least is 8.39 MB"),
         (["--mesh", "dp_shard=2", "--show", "nobody"], "--show nobody: no such tensor"),
         (["--mesh", "dp_shard=2", "--placements", "/nowhere.toml"], "/nowhere.toml: No such file"),

@@ -7,13 +7,19 @@ import re
 from itertools import islice
 
 from titan_ckpt.arguments import nearest
+from titan_ckpt.format.names import parse_step
 from titan_ckpt.location import local_path, redact, scheme
 
 MOST_NAMES = 10_000
+MOST_LOOKED_INTO = 200
+MOST_SHOWN = 5
 
 
 def nearby(url: str) -> str:
-    """`; did you mean ...?` for the URL of a run that is not there; "" if nothing is like it. Lists local folders alone."""
+    """`; did you mean ...?` for the URL of a run that is not there, or the runs in the folder; "" if nothing is like it.
+
+    Lists local folders alone.
+    """
     if (match := re.search(r"@([^@/]+)\Z", url)) is not None:
         return f"; {redact(match[1])!r} is no step: write a number, {redact(url[: match.start()])}@1200, or @latest"
     path = local_path(url)
@@ -22,7 +28,7 @@ def nearby(url: str) -> str:
     if os.path.isfile(path):
         return "; it is a file, and a run is a folder"
     if os.path.exists(path):
-        return ""
+        return _runs_below(path)
     folder, name = os.path.split(path)
     try:
         with os.scandir(folder) as entries:
@@ -30,3 +36,21 @@ def nearby(url: str) -> str:
     except OSError:
         return "" if os.path.isdir(folder) else f"; there is no folder {folder}"
     return f"; {found}".rstrip() if (found := nearest(name, names)) else ""
+
+
+def _runs_below(folder: str) -> str:
+    """The first runs in `folder`, by their step folders; "" if there are none."""
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in islice(entries, MOST_NAMES) if entry.is_dir())
+        found = [
+            name for name in names[:MOST_LOOKED_INTO] if any(map(_is_step, os.listdir(os.path.join(folder, name))))
+        ]
+    except OSError:
+        return ""
+    more = ", ..." if len(found) > MOST_SHOWN else ""
+    return f"; runs in this folder: {', '.join(found[:MOST_SHOWN])}{more}" if found else ""
+
+
+def _is_step(name: str) -> bool:
+    return parse_step(name) is not None

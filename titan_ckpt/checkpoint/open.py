@@ -205,7 +205,11 @@ def _what_is_there(store: Store) -> str:
     if scheme(store.url) == "file" and os.path.isfile(local_path(store.url)):
         return "it is a file, not the folder of a run; `titan-ckpt convert from-torch` imports a torch file"
     has_something = bool(store.folders()) or next(store.list(), None) is not None
-    return "it has no step folder" if has_something else f"the folder is empty or does not exist{nearby(store.url)}"
+    return (
+        f"it has no step folder{nearby(store.url)}"
+        if has_something
+        else f"the folder is empty or does not exist{nearby(store.url)}"
+    )
 
 
 def _steps(store: Store) -> list[int]:

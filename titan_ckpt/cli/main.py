@@ -323,6 +323,7 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
         raise missing_extra(error, name) from error
 
 
+_ALONE = ("-h", "--help", "--version", "--json", "--progress=json", "--progress=auto")
 _FLAGS = ("-v", "--verbose", "-q", "--quiet", "--traceback")
 
 
@@ -346,6 +347,8 @@ def _in_order(arguments: Sequence[str]) -> list[str]:
 def _command(arguments: Sequence[str]) -> str:
     """The name of the command; "" if none is given. UsageError for a word that is none."""
     word = next((word for word in arguments if not word.startswith("-")), "")
+    if not word and (unknown := [option for option in arguments if option not in (*_ALONE, *_FLAGS)]):
+        raise UsageError(f"no option {unknown[0]!r}; a command comes first: titan-ckpt --help lists them")
     if word and word not in COMMANDS:
         raise UsageError(f"no command {word!r}; {nearest(word, COMMANDS)}titan-ckpt --help lists them")
     return word

@@ -20,7 +20,8 @@ def add_force_flag(parser: ArgumentParser) -> None:
 
 
 def check_svg(path: str) -> None:
-    """UsageError if `path` is not the name of an SVG in a folder that exists."""
+    """UsageError if `path` is not the name of an SVG in a local folder that exists."""
+    _check_local(path)
     if not path.lower().endswith(".svg"):
         raise UsageError(f"{path}: the picture is an SVG; give a name that ends with .svg")
     folder = os.path.dirname(path) or "."
@@ -39,6 +40,7 @@ def check_picture(path: str, *, is_forced: bool) -> None:
     name = os.path.basename(path)
     if name in RESERVED_NAMES:
         raise UsageError(f"{path}: titan-ckpt itself keeps a file of the name {name} in a run; give another name")
+    _check_local(path)
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"{path}: there is no folder {os.path.dirname(path)}; make it first, or give another file")
     if os.path.isdir(path):
@@ -50,6 +52,11 @@ def check_picture(path: str, *, is_forced: bool) -> None:
         if is_in_checkpoint:
             raise UsageError(f"{path} is in the folder of a checkpoint, which may need it; give another name")
         raise AlreadyExistsError(f"{path} is there already, and titan-ckpt did not write it; --force replaces it")
+
+
+def _check_local(path: str) -> None:
+    if "://" in path:
+        raise UsageError(f"{path}: what is written is a local file; write it here and copy it there")
 
 
 def write_picture(path: str, svg: str, *, is_forced: bool) -> None:

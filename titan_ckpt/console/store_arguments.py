@@ -100,7 +100,7 @@ def _content(name: str, path: str) -> str:
             return file.read().rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--storage-option: cannot read {path}, which is to hold {name}: {type(error).__name__}"
+            f"--storage-option: cannot read {path} ({type(error).__name__}), which is to hold {name}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from titan_ckpt.arguments import nearest
 from titan_ckpt.errors import PlanError
 from titan_ckpt.rewrite.plan import Transform
 from titan_ckpt.rewrite.selection import FLOATING, Overflows, Selection, is_cast
@@ -55,7 +56,7 @@ def _has_lost(wide: torch.Tensor, cast: torch.Tensor, info: torch.finfo) -> bool
 def with_dtype(selection: Selection, dtype: str) -> Selection:
     """Cast the selection's floating-point weights to `dtype`; optimizer state, integers and booleans keep their dtype."""
     if dtype not in FLOATING:
-        raise PlanError(f"--dtype {dtype!r} is not one of {', '.join(FLOATING)}")
+        raise PlanError(f"--dtype {dtype!r}: {nearest(dtype, FLOATING)}use one of {', '.join(FLOATING)}")
     items, transforms = [], {}
     for item in selection.items:
         if is_cast(item.entry, dtype):

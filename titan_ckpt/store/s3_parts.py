@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import re
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ ByteArray: TypeAlias = npt.NDArray[np.uint8]
 
 PART_BYTES = 16 << 20
 PARTS_BEFORE_DOUBLING = 1250
+_BUCKET = re.compile(r"[\w.-]{1,255}|arn:.+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,8 @@ def split_url(url: str) -> tuple[str, str]:
         )
     if not bucket:
         raise UsageError(f"{url}: names no bucket; use s3://bucket/folder")
+    if not _BUCKET.fullmatch(bucket):
+        raise UsageError(f"{url}: {bucket!r} is no name of a bucket; give letters, digits, - and . alone")
     return bucket, prefix
 
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.sharding.mesh import MAX_RANKS
 from titan_ckpt.trainer.model.decoder import ModelConfig
 
 MAX_STEPS = 10**12
@@ -25,6 +26,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("model.n_layers", 1, MAX_LAYERS),
     ("model.head_dim", 0, MAX_SIZE),
     ("model.max_seq_len", 1, MAX_TOKENS),
+    *((f"mesh.{axis}", 1, MAX_RANKS) for axis in ("pp", "dp_replicate", "cp", "tp", "ep")),
+    ("mesh.dp_shard", -1, MAX_RANKS),
     ("mesh.microbatches", 0, MAX_SIZE),
     ("mesh.loss_chunk_tokens", 0, MAX_TOKENS),
     ("data.seq_len", 1, MAX_TOKENS),

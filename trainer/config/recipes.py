@@ -47,6 +47,11 @@ def find_template(name: str) -> Path:
     return known[name] if name in known else find_recipe(name, templates())
 
 
+def is_template(name: str) -> bool:
+    """Whether `init --template NAME` finds one."""
+    return name in published() or len(_named(name, templates())) == 1
+
+
 def find_recipe(name: str, known: Mapping[str, Path] | None = None) -> Path:
     """The file of recipe `name`, or of the only one whose name ends with it (`8b` is llama3_8b). ConfigError if there is none."""
     known = recipes() if known is None else known

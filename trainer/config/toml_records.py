@@ -128,7 +128,7 @@ def build_record(kind: type[T], tree: Mapping[str, Any], origins: Mapping[str, s
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if key not in fields:
-            raise ConfigError(_unknown(name, key, list(fields), origins))
+            raise ConfigError(_unknown(name, key, hints, origins))
         values[fields[key].name] = _convert(hints[fields[key].name], value, name, origins)
     for key, field in fields.items():
         if field.name not in values and _has_no_default(field):
@@ -141,9 +141,11 @@ def _record_of(prefix: str) -> str:
     return f"the record of [{prefix.rstrip('.')}]" if prefix else "a table's record"
 
 
-def _unknown(name: str, key: str, known: list[str], origins: Mapping[str, str]) -> str:
-    section = name.removesuffix(key)
-    hint = nearest(key, known, section=section).strip()
+def _unknown(name: str, key: str, hints: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    section, known = name.removesuffix(key), [field.rstrip("_") for field in hints]
+    tables = ((table, hint) for table, hint in hints.items() if dataclasses.is_dataclass(hint))
+    in_tables = [f"{table}.{field.name}" for table, hint in tables for field in dataclasses.fields(hint)]
+    hint = nearest(key, [*known, *(word for word in in_tables if word.endswith(f".{key}"))], section=section).strip()
     hint = hint or f"known here: {', '.join(section + other for other in sorted(known))}"
     return f"{_origin(name, origins)}: unknown key {name}; {hint}"
 
