@@ -8,7 +8,7 @@ from argparse import Namespace
 
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import format_table, write_text
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import StoreError, UsageError
 from titan_ckpt.trainer.config.recipes import find_template, is_template, published, purpose, templates
 
 DEFAULT = "tiny"
@@ -42,18 +42,30 @@ def run(arguments: Namespace) -> int:
     target = f"{recipe.stem}.toml" if arguments.file is None else arguments.file
     _check_name(target)
     text = starter(recipe)
-    try:
-        with open(target, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as error:
-        raise UsageError(
-            f"{target} exists and is left as it is; name another file: titan-ckpt init FILE.toml"
-        ) from error
+    _write_new(target, text)
     write_text(
         f"wrote {target}: {purpose(recipe)}\nnext:  titan-ckpt train {shlex.quote(target)}\n"
         f"       titan-ckpt config --explain save.url    # what a setting means"
     )
     return 0
+
+
+def _write_new(target: str, text: str) -> None:
+    """Write `target`, whole or not at all. UsageError if it exists, StoreError if it cannot be written."""
+    try:
+        with open(target, "x", encoding="utf-8") as file:
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                os.unlink(target)
+                raise
+    except FileExistsError as error:
+        raise UsageError(
+            f"{target} exists and is left as it is; name another file: titan-ckpt init FILE.toml"
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{target}: {error.strerror}") from error
 
 
 def _check_name(target: str) -> None:

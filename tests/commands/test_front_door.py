@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -339,3 +340,18 @@ def test_a_hugging_face_folder_records_no_data_to_evaluate_on(
     model = write_model(tmp_path / "model", config(), tensors(config()))
     assert main(["eval", str(model)]) == 2
     assert "records no data to evaluate on" in capsys.readouterr().err
+
+
+def test_init_leaves_nothing_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        code = main(["init"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 3
+    assert capsys.readouterr().err == "titan-ckpt: error: tiny.toml: File too large\n"
+    assert not list(tmp_path.iterdir())
