@@ -21,7 +21,7 @@ from tests.support.reshard_states import (
     saved,
 )
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import DamagedError, StoreError, TitanError
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
 from titan_ckpt.resharding.reshard import Workers, plan_reshard, run_plan
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.base import Buffer, ObjectInfo
@@ -166,3 +166,22 @@ def test_a_killed_run_leaves_nothing_visible_and_goes_on(tmp_path: Path) -> None
         open_checkpoint(url)
     made = resharded(source, url, "dp_shard=6")
     assert data_bytes(made) == data_bytes(resharded(source, str(tmp_path / "expected"), "dp_shard=6"))
+
+
+def test_a_second_run_of_the_same_command_does_not_wait_for_ever(tmp_path: Path) -> None:
+    source = resharded(saved(str(tmp_path / "whole"), llama()), str(tmp_path / "source"), "dp_shard=4")
+    url, plan = str(tmp_path / "out"), plan_reshard(source, MeshSpec.parse("dp_shard=2"))
+
+    class Overtaken(FileStore):
+        """While this run writes its last record, the other run commits and removes all records."""
+
+        def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
+            found = super().write(path, parts)
+            if path.endswith(".distcp.json") and path.find("_1_") > 0:
+                run_plan(plan, url, memory_bytes=SMALL)
+            return found
+
+    with pytest.raises(AlreadyExistsError, match="just committed by another run"):
+        run_plan(plan, url, store=Overtaken(url), memory_bytes=SMALL, workers=Workers(poll_s=0.0))
+    expected = resharded(source, str(tmp_path / "expected"), "dp_shard=2")
+    assert data_bytes(open_checkpoint(url)) == data_bytes(expected)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import xxhash
 
 from titan_ckpt.arguments import check_number, check_whole
-from titan_ckpt.errors import DamagedError, NotFoundError, StoreError, UsageError
-from titan_ckpt.format.commit import read_record
+from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, StoreError, UsageError
+from titan_ckpt.format.commit import find_commit, read_record
 from titan_ckpt.format.names import data_file, is_attempt, new_attempt, step_folder
 from titan_ckpt.rewrite.execute import FileResult
 from titan_ckpt.store.base import Store
@@ -121,7 +121,7 @@ class JobFiles:
             return None
 
     def wait_for(self, ranks: Iterable[int], attempt: str, workers: Workers) -> dict[int, FileResult]:
-        """Wait for all workers; return every rank's record."""
+        """Wait for all workers; return every rank's record. AlreadyExistsError if another run of the job commits meanwhile."""
         paths = {rank: self.path(rank, attempt) for rank in ranks}
         missing, seen_at = set(paths.values()), time.monotonic()
         while missing:
@@ -136,6 +136,7 @@ class JobFiles:
                     f"files are kept"
                 )
             if missing:
+                self._check_not_committed()
                 time.sleep(workers.poll_s)
         records = {rank: self._read(path) for rank, path in paths.items()}
         damaged = [rank for rank, record in records.items() if record is None]
@@ -144,6 +145,13 @@ class JobFiles:
                 f"{self.store}: the record of rank {damaged[0]}'s file cannot be read; run the same command again"
             )
         return {rank: record for rank, record in records.items() if record is not None}
+
+    def _check_not_committed(self) -> None:
+        """A commit removes the records, so a second run of the same job would wait for them in vain."""
+        if find_commit(self.store, self.step) is not None:
+            raise AlreadyExistsError(
+                f"{self.store}@{self.step} was just committed by another run of the same command; nothing is left to do"
+            )
 
     def clear(self, attempt: str, results: Iterable[FileResult]) -> None:
         """Delete the job's marker and records."""
