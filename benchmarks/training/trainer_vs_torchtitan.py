@@ -16,7 +16,7 @@ from benchmarks.training.turns import Job
 from titan_ckpt.demo.ports import free_port
 from tools.report import Measurement, median, spread, write_section
 
-WARMUP = 2
+WARMUP, BAR = 2, 1.05
 TITLE = "A training step against torchtitan 0.3.0, 6.2 M parameters, gloo"
 MESHES: dict[str, dict[str, int]] = {
     "1 rank": {"pp": 1, "dp_shard": 1, "tp": 1},
@@ -28,7 +28,8 @@ MESHES: dict[str, dict[str, int]] = {
 NOTES = """torchtitan's Llama "debugmodel" (6 layers, dim 256, vocabulary 2048) in both, fp32, eager, 8 samples of 256 tokens
 a step, one thread per rank: forward, backward, clipping and AdamW; no data loading, no logging. The two take turns
 step by step, and a ratio is the median over pairs of neighbouring steps, torchtitan's seconds over ours.
-What differs: torchtitan multiplies q, k and v in one product, ours in three, as Hugging Face names them; its loss is the plain
+What differs: ours multiplies in fp32 by oneDNN, torchtitan by torch's own products, MKL's, which on an AMD processor take twice as
+long; torchtitan multiplies q, k and v in one product, ours in three, as Hugging Face names them; its loss is the plain
 `CrossEntropyLoss` on whole logits, the quickest that it has here, ours finds the gradient while it has the logits; torchtitan
 puts FSDP around one rank too, as its own `parallelize` does; its attention is SDPA, since FlexAttention has no backward on a CPU.
 Four ranks share two cores."""
@@ -51,14 +52,14 @@ def compare(name: str, titan: str, rounds: int) -> Measurement:
     return Measurement(
         what=name,
         figure=f"{wall:.2f} x (processor time {cpu:.2f} x; a step {spread(mine)})",
-        bar=">= 1.0 x",
-        holds=wall >= 1.0,
+        bar=f">= {BAR} x",
+        holds=wall >= BAR,
         peer=spread(other),
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table (of all meshes only); return 1 if a ratio is below 1."""
+    """Write the table (of all meshes only); return 1 if a ratio is below the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--titan", required=True, help="a python that has torchtitan 0.3.0")
     parser.add_argument("--rounds", type=int, default=20)

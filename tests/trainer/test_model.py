@@ -1,4 +1,4 @@
-"""The decoder against transformers; its masks, sizes and initial weights."""
+"""The decoder against transformers; its masks, sizes, products and initial weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.trainer.model.attention import FlexAttend
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, decoder, initial
+from titan_ckpt.trainer.model.linear import ONEDNN_PRODUCTS, Linear
 from titan_ckpt.trainer.model.loss import IGNORED, TokenLoss
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, rotate, rotation
@@ -232,3 +234,87 @@ def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
     weights_BSHK = torch.arange(240.0).view(2, 5, 3, 8)
     expected = torch.autograd.grad((formula_BSHK * weights_BSHK).sum(), x_BSHK)
     torch.testing.assert_close(torch.autograd.grad((rotate(x_BSHK, by) * weights_BSHK).sum(), x_BSHK), expected)
+
+
+PRODUCTS = [(1, 1, 1), (3, 5, 7), (64, 48, 160), (257, 96, 33)]
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: set[object] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.ops.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+def layers(inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> tuple[Linear, nn.Linear]:
+    """Ours and torch's with the same weights."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(inputs, outputs, dtype=dtype)
+    ours = Linear(inputs, outputs, dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def gradients(layer: nn.Linear, x: Tensor) -> list[Tensor]:
+    """Output, and gradients of input, weight and bias."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y.sin().sum().backward()
+    return [y.detach(), *(t.grad for t in (x, layer.weight, layer.bias) if t.grad is not None)]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), PRODUCTS)
+def test_output_and_gradients_equal_torchs(rows: int, inputs: int, outputs: int) -> None:
+    ours, theirs = layers(inputs, outputs)
+    x = torch.randn(2, rows, inputs)
+    for mine, other in zip(gradients(ours, x), gradients(theirs, x), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "x", [torch.randn(2, 0, 8), torch.randn(8), torch.randn(8, 4).T, torch.randn(1, 1, 8).expand(3, 2, 8)]
+)
+def test_inputs_of_odd_shapes_and_strides_are_taken(x: Tensor) -> None:
+    ours, theirs = layers(8, 5)
+    for mine, other in zip(gradients(ours, x), gradients(theirs, x), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_only_fp32_is_multiplied_by_onednn() -> None:
+    used = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        with Operators() as calls:
+            layers(8, 5, dtype)[0](torch.randn(2, 4, 8, dtype=dtype))
+        used[dtype] = not calls.ops.isdisjoint(ONEDNN_PRODUCTS)
+    assert used == {torch.float32: bool(ONEDNN_PRODUCTS), torch.bfloat16: False, torch.float64: False}
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    ours, _ = layers(8, 5)
+    ours.weight.requires_grad_(False)
+    output, grad_x, grad_bias = gradients(ours, torch.randn(3, 8))
+    assert (output.shape, grad_x.shape, grad_bias.shape) == ((3, 5), (3, 8), (5,))
+
+
+def test_a_gradient_of_the_gradient_equals_torchs() -> None:
+    x = torch.randn(6, 8)
+    penalties = []
+    for layer in layers(8, 5):
+        points = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(layer(points).square().sum(), points, create_graph=True)
+        slope.square().sum().backward()  # type: ignore[no-untyped-call]
+        assert layer.weight.grad is not None
+        penalties.append(layer.weight.grad)
+    torch.testing.assert_close(*penalties)
+
+
+def test_a_compiled_layer_is_torchs_own() -> None:
+    ours, theirs = layers(8, 5)
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    assert torch.equal(compiled(x), theirs(x))

@@ -16,13 +16,14 @@ from typing import Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Linear, RMSNorm
+from torch.nn import RMSNorm
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
 from titan_ckpt.trainer.model.experts import ClampedMixture, ExpertsConfig, MixtureOfExperts, check_experts
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, check_latent, latent_rules, latent_weights
+from titan_ckpt.trainer.model.linear import Linear
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation, score_amplitude
 from titan_ckpt.trainer.seams.loss import LossInModel
 from titan_ckpt.trainer.seams.model import (

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from titan_ckpt.trainer.model.linear import Linear
 from titan_ckpt.trainer.model.loss import TokenLoss
 
 
-class LmHead(nn.Linear):
+class LmHead(Linear):
     """A projection to the vocabulary. The trainer replaces `loss` and `gather` when the vocabulary is divided over tp."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
@@ -25,5 +25,5 @@ class LmHead(nn.Linear):
         """Logits [B, S, V], or the sum of the losses of the labels that are not IGNORED, shape (1,)."""
         if labels_BS is not None:
             return self.loss(h_BSD, self.weight, labels_BS)
-        logits_BSV = F.linear(h_BSD, self.weight)
+        logits_BSV = super().forward(h_BSD)
         return logits_BSV if self.gather is None else self.gather(logits_BSV)

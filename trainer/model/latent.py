@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import Linear, RMSNorm
+from torch.nn import RMSNorm
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
+from titan_ckpt.trainer.model.linear import Linear
 from titan_ckpt.trainer.model.rope import Rotation, from_pairs, rotate
 from titan_ckpt.trainer.seams.model import Colwise, Rowwise, Rule, Shared
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_ckpt.trainer.model.linear import product, weight_gradient
 from titan_ckpt.trainer.seams.loss import IGNORED as IGNORED
 
 
@@ -53,11 +54,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD: Tensor | None = None
         for start in range(0, len(labels_N), chunk):
             tokens = slice(start, start + chunk)
-            part, grad_logits_NV = _chunk_loss(h_ND[tokens] @ weight_VD.T, labels_N[tokens], shard, wants_grad)
+            part, grad_logits_NV = _chunk_loss(product(h_ND[tokens], weight_VD), labels_N[tokens], shard, wants_grad)
             loss += part
             if grad_h_ND is not None and grad_logits_NV is not None:
-                torch.mm(grad_logits_NV, weight_VD, out=grad_h_ND[tokens])
-                grad = grad_logits_NV.T @ h_ND[tokens]
+                grad_h_ND[tokens] = product(grad_logits_NV, weight_VD.T)
+                grad = weight_gradient(grad_logits_NV, h_ND[tokens])
                 grad_weight_VD = grad if grad_weight_VD is None else grad_weight_VD.add_(grad)
         ctx.grads = grad_h_ND, grad_weight_VD
         return loss

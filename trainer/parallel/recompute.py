@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from titan_ckpt.trainer.model.linear import ONEDNN_PRODUCTS
 from titan_ckpt.trainer.model.plan import routers_of
 from titan_ckpt.trainer.parallel.config import SPLIT_BACKWARD, ParallelConfig
 from titan_ckpt.trainer.parallel.local_weights import on_local_weights
@@ -38,7 +39,7 @@ _LABELS = frozenset(
         torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS})
 
 
 def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: ParallelConfig) -> None:
