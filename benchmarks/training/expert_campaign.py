@@ -5,7 +5,8 @@
 Four mixtures on each mesh: softmax; sigmoid with groups, a moving bias, shared experts, a dense layer and both balancing losses;
 the same with latent attention, as DeepSeek-V3; GPT-OSS with sinks, alternating windows and clamped experts.
 Writes a section of docs/performance.md per number of ranks; exit code 1 if a loss differs by more than 1e-5, or a router chose
-another expert. Takes an hour, with `--sample`, where each mesh trains one of the mixtures in turn, a quarter of that; CI trains a
+other experts for tokens that were not near a tie. After a near tie the experts learn from other tokens, and nothing is compared.
+Takes an hour, with `--sample`, where each mesh trains one of the mixtures in turn, a quarter of that; CI trains a
 part of the meshes for 3 steps.
 """
 
@@ -33,6 +34,7 @@ from tools.training.curves import (
     train,
 )
 from tools.training.mesh_cases import mesh
+from tools.training.near_ties import NEAR, OtherChoice, first_other_choice, watched_gaps
 
 MESHES: dict[int, list[ParallelConfig]] = {
     2: [mesh(), mesh(ep=2), mesh(tp=2), mesh(pp=2), mesh(cp=2), mesh(ep=2, cp=2), mesh(ep=2, cpu_offload=True)],
@@ -81,17 +83,32 @@ CASES = {
     "gpt_oss": CurveCase(model=GPT_OSS, steps=20, batch_size=8),
 }
 NOTES = """Largest relative difference to the curve of one process over 20 steps, and whether every router sent every expert
-the same number of tokens in every step: 4 layers, dim 64, 8 experts, 8 samples of 48 tokens, AdamW at 3e-3, clipping."""
+the same number of tokens in every step: 4 layers, dim 64, 8 experts, 8 samples of 48 tokens, AdamW at 3e-3, clipping. Two
+scores nearer than 5e-5 of their size are a near tie, which rounding decides: the comparison ends before that step, if as many
+tokens are so near as went elsewhere. (In 20 steps the scores of two meshes came to differ by 4e-5: Adam's first updates enlarge
+the rounding of tiny gradients, those of q and k.)"""
 
 
-def row(pool: RankPool, name: str, parallel: ParallelConfig, world: int, expected: Curve) -> Measurement:
-    """One mixture on one mesh."""
+def row(
+    pool: RankPool, name: str, parallel: ParallelConfig, world: int, expected: Curve, gaps: list[list[float]]
+) -> Measurement:
+    """One mixture on one mesh; `gaps` are those of the routers in one process."""
     found: Curve = pool.run(train, replace(CASES[name], parallel=parallel))[0]
-    loss, is_same = relative_error(found.losses, expected.losses), found.loads == expected.loads
-    figure = f"loss {loss:.1e}, {'same' if is_same else 'OTHER'} experts"
+    other = first_other_choice(found, expected, gaps)
+    steps = None if other is None else other.step  # whose loss is that of other experts
+    loss = relative_error(found.losses[:steps], expected.losses[:steps])
+    figure = f"loss {loss:.1e}, {'same experts' if other is None else describe_choice(other)}"
     what = f"{name}: {describe(parallel, world)}"
     sys.stderr.write(f"{what:70} {figure}\n")
-    return Measurement(what=what, figure=figure, bar=f"loss <= {BAR:.2g}", holds=loss <= BAR and is_same)
+    holds = loss <= BAR and (other is None or other.gap <= NEAR)
+    return Measurement(what=what, figure=figure, bar=f"loss <= {BAR:.2g}", holds=holds)
+
+
+def describe_choice(other: OtherChoice) -> str:
+    """Where a router chose another expert, and how near it was to a tie."""
+    kind = "near ties" if other.gap <= NEAR else "NO TIES"
+    where = f"step {other.step + 1}, {other.router}"
+    return f"until {where}: {other.tokens} tokens with other experts, {kind} (scores {other.gap:.1e} apart)"
 
 
 def cases_of(world: int, *, is_sample: bool) -> list[tuple[str, ParallelConfig]]:
@@ -107,13 +124,17 @@ def main(words: list[str]) -> int:
     parser.add_argument("worlds", nargs="*", type=int, default=list(MESHES))
     parser.add_argument("--sample", action="store_true", help="each mesh trains one of the mixtures, in turn")
     arguments = parser.parse_args(words)
-    expected = {name: single(run) for name, run in CASES.items()}
+    expected: dict[str, Curve] = {}
+    gaps: dict[str, list[list[float]]] = {}
+    for name, run in CASES.items():
+        with watched_gaps() as gaps[name]:
+            expected[name] = single(run)
     notes = NOTES + (" Each mesh trained one of the four mixtures." if arguments.sample else "")
     holds = True
     for world in arguments.worlds:
         with RankPool(world, timeout_s=TIMEOUT_S) as pool:
             cases = cases_of(world, is_sample=arguments.sample)
-            bars = [row(pool, name, parallel, world, expected[name]) for name, parallel in cases]
+            bars = [row(pool, name, parallel, world, expected[name], gaps[name]) for name, parallel in cases]
         write_section(f"expert campaign {world}", f"Mixtures of experts: meshes of {world} ranks", bars, notes)
         holds = holds and all(bar.holds for bar in bars)
     return int(not holds)

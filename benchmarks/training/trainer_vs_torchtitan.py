@@ -28,8 +28,8 @@ MESHES: dict[str, dict[str, int]] = {
 NOTES = """torchtitan's Llama "debugmodel" (6 layers, dim 256, vocabulary 2048) in both, fp32, eager, 8 samples of 256 tokens
 a step, one thread per rank: forward, backward, clipping and AdamW; no data loading, no logging. The two take turns
 step by step, and a ratio is the median over pairs of neighbouring steps, torchtitan's seconds over ours.
-What differs: ours multiplies in fp32 by oneDNN, torchtitan by torch's own products, MKL's, which on an AMD processor take twice as
-long; torchtitan multiplies q, k and v in one product, ours in three, as Hugging Face names them; its loss is the plain
+What differs: ours multiplies in fp32 by oneDNN, torchtitan by torch's own products, MKL's, which on an AMD processor take
+twice as long; torchtitan multiplies q, k and v in one product, ours in three, as Hugging Face names them; its loss is the plain
 `CrossEntropyLoss` on whole logits, the quickest that it has here, ours finds the gradient while it has the logits; torchtitan
 puts FSDP around one rank too, as its own `parallelize` does; its attention is SDPA, since FlexAttention has no backward on a CPU.
 Four ranks share two cores."""

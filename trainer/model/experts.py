@@ -131,6 +131,10 @@ class Router(nn.Module):
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """The experts [T, K] with the best scores, the correction bias added, in the best groups."""
+        return self.open_scores(scores_TE).topk(self.config.per_token, dim=-1).indices
+
+    def open_scores(self, scores_TE: Tensor) -> Tensor:
+        """The scores with the correction bias; -inf outside the best groups."""
         if self.correction is not None:
             scores_TE = scores_TE + self.correction
         if self.config.groups > 1:
@@ -139,7 +143,7 @@ class Router(nn.Module):
             best_T = groups_TG.topk(self.config.groups_per_token, dim=-1).indices
             is_open_TG = torch.zeros_like(groups_TG, dtype=torch.bool).scatter_(1, best_T, True)
             scores_TE = by_group_TGE.masked_fill(~is_open_TG[..., None], -torch.inf).flatten(1)
-        return scores_TE.topk(self.config.per_token, dim=-1).indices
+        return scores_TE
 
     def reset_state(self, device: torch.device) -> None:
         """Zeros for all counts and the bias."""
