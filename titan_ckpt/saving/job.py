@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from titan_ckpt.saving.agreement import SavePlan
 from titan_ckpt.saving.options import SaveAttempt, SaveReport
+from titan_ckpt.saving.pace import Pace
 from titan_ckpt.saving.staging import Copies, PayloadSource
 from titan_ckpt.saving.upload import RankPart
 
 
 @dataclass(slots=True, kw_only=True)
 class SaveJob:
-    """One save on its way through the upload thread. If `is_cancelled` is set before the upload is over, nothing is committed.
+    """One save on its way through the upload thread.
 
     `running` is its upload and commit, once they have begun; `report` what `save` returns once it is committed.
     """
@@ -24,11 +25,17 @@ class SaveJob:
     source: PayloadSource
     copies: Copies
     objects: dict[str, bytes]
+    pace: Pace = field(default_factory=Pace)
     stall_s: float = 0.0
     is_cancelled: threading.Event = field(default_factory=threading.Event)
     running: Future[SaveReport] | None = None
     report: SaveReport | None = None
     is_with_mirror: bool = False
+
+    def cancel(self) -> None:
+        """Commit nothing, if the upload is not over yet, and end it at its next buffer."""
+        self.is_cancelled.set()
+        self.pace.stop()
 
 
 def report_of(job: SaveJob, part: RankPart, upload_s: float) -> SaveReport:

@@ -53,8 +53,11 @@ class SaveOptions:
     must keep because they are being read. `is_exclusive` claims the run: jobs that saved there before can no longer commit.
     `replicas="equal"` compares the copies of elements that several ranks hold (plain tensors, replicated shards), and fails the
     save if they differ; "first" stores the lowest rank's unseen. `timeout_s` bounds a save: a store call that hangs is abandoned
-    early enough for every rank to learn of it. It must exceed the longest upload by a quarter. `phase(name, step)` is entered
-    around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
+    early enough for every rank to learn of it. It must exceed the longest upload by a quarter. `upload_bytes_per_s` spreads each
+    rank's upload, and its copy to the mirror, evenly at that rate, for a steadier training; None is full speed. It ends when
+    somebody waits for the save (`wait`, `close`, the next `save`), does not hold for `save_now`, and is raised, which is logged,
+    if an upload would need more than half of its time limit. `phase(name, step)` is entered around ckpt_stage, ckpt_upload and
+    ckpt_commit, for a recorder of hangs.
     """
 
     mesh: MeshSpec | None = None
@@ -67,6 +70,7 @@ class SaveOptions:
     is_exclusive: bool = True
     replicas: Replicas | str = Replicas.EQUAL
     timeout_s: float = 1800.0
+    upload_bytes_per_s: float | None = None
     phase: PhaseHook | None = None
 
     def __post_init__(self) -> None:
@@ -80,6 +84,8 @@ class SaveOptions:
         for name in ("incremental", "is_exclusive"):
             check_flag(getattr(self, name), name)
         check_number(self.timeout_s, "timeout_s", above=0)
+        if self.upload_bytes_per_s is not None:
+            check_number(self.upload_bytes_per_s, "upload_bytes_per_s", above=0)
         check_callable(self.in_use, "in_use")
         check_callable(self.phase, "phase", or_none=True)
         object.__setattr__(self, "replicas", Replicas.parse(self.replicas, "replicas"))
@@ -184,11 +190,17 @@ class SaveHandle:
     stall_s: float
     future: Future[SaveReport]
     is_reported: bool = False
+    hurry: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def wait(self, timeout_s: float | None = None) -> SaveReport:
-        """Wait for the commit. Raises the error of the save, whichever rank it was on; TimeoutError after `timeout_s`."""
+        """Wait for the commit. Raises the error of the save, whichever rank it was on; TimeoutError after `timeout_s`.
+
+        A paced upload goes on at full speed, except for `timeout_s=0`, which only looks.
+        """
         if timeout_s is not None:
             check_number(timeout_s, "timeout_s", at_least=0)
+        if timeout_s != 0:
+            self.hurry()
         error = self.future.exception(timeout_s)
         self.is_reported = True
         if error is not None:

@@ -22,8 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.format.commit import Before, found_before
@@ -43,9 +41,10 @@ from titan_ckpt.saving.options import (
     SaverMetrics,
     no_steps,
 )
+from titan_ckpt.saving.pace import fitting_pace
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.second_tier import Mirror, open_tiers
-from titan_ckpt.saving.staging import Arena, Copies, Direct, PayloadSource, are_on_gpu, warn_expanded
+from titan_ckpt.saving.staging import Copies, Staging, warn_expanded
 from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
@@ -75,13 +74,12 @@ class Saver:
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
-        mirrored = partial(Mirror, timeout_s=timeout_s, is_exclusive=self._options.is_exclusive)
-        self._mirror = None if mirror is None else mirrored(self._store, mirror)
+        self._mirror = None if mirror is None else Mirror(self._store, mirror, self._options)
         not_mirrored = no_steps if self._mirror is None else self._mirror.due
         self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
         self._known = KnownChunks(is_incremental=self._options.incremental)
         self._agreement = Agreement(self._ranks, self._options.mesh, replicas=Replicas(self._options.replicas))
-        self._arena: Arena | None = None
+        self._staging = Staging()
         self._pending: SaveHandle | None = None
         self._running: Future[Any] | None = None
         self._uploaded_bytes = 0
@@ -145,7 +143,7 @@ class Saver:
             try:
                 report = handle.wait()
             except BaseException:
-                job.is_cancelled.set()  # an interrupted caller may change the tensors while they are read
+                job.cancel()  # an interrupted caller may change the tensors while they are read
                 raise
             self._stall_s = time.perf_counter() - started
             return replace(report, stall_s=self._stall_s)
@@ -168,12 +166,12 @@ class Saver:
                 job = self._job(mine, agreed, is_staged=is_staged)
                 phase.close()
                 job = replace(job, stall_s=time.perf_counter() - started)
-                handle = SaveHandle(step=job.attempt.step, stall_s=job.stall_s, future=Future())
+                handle = SaveHandle(step=request.step, stall_s=job.stall_s, future=Future(), hurry=job.pace.lift)
                 self._running = job.running = handle.future = self._thread.submit(self._run, job)
                 return job, handle
             except BaseException as error:
                 if job is not None and job.running is not None:
-                    job.is_cancelled.set()
+                    job.cancel()
                 else:
                     self._running = self._thread.submit(self._refuse, request.step, error)
                 raise
@@ -196,21 +194,14 @@ class Saver:
     def _job(self, mine: Prepared, agreed: Agreed, *, is_staged: bool) -> SaveJob:
         """Stage this rank's share, or take the tensors themselves as the source of its bytes."""
         plan, tensors = agreed.plan, [mine.flat.tensors[item.fqn] for item in agreed.plan.items]
-        is_on_gpu = are_on_gpu(tensors)
         copies = Copies([mine.flat.tensors[item.fqn] for item in mine.items], plan.copies)
-        source: PayloadSource = Direct(tensors)
-        if is_staged:
-            if self._arena is None or self._arena.items != plan.items:
-                self._arena = None  # free the old one before the new one is allocated
-                self._arena = Arena(plan.items, is_pinned=is_on_gpu)
-            self._arena.stage(tensors)
-            source = self._arena
-        elif is_on_gpu:
-            torch.cuda.synchronize()  # the upload thread reads them on a stream of its own
+        source = self._staging.source(plan.items, tensors, is_staged=is_staged)
+        asked = self._options.upload_bytes_per_s if is_staged else None
+        pace = fitting_pace(asked, plan.items, give_up_s=GIVE_UP_AT * self._options.timeout_s, said=self._said)
         attempt = SaveAttempt(
             name=agreed.attempt, request=mine.request, mesh=self._options.mesh, pipeline=self._options.pipeline
         )
-        return SaveJob(attempt=attempt, plan=plan, source=source, copies=copies, objects=mine.objects)
+        return SaveJob(attempt=attempt, plan=plan, source=source, copies=copies, objects=mine.objects, pace=pace)
 
     def _refuse(self, step: int, error: BaseException) -> None:
         """Tell the other ranks of an `error` here, unless they know; runs on the upload thread, after what was under way."""
@@ -245,6 +236,8 @@ class Saver:
     def _unreported_error(self) -> BaseException | None:
         """Wait until nothing is in flight; the error of the last save if the caller does not know it yet."""
         try:
+            if self._pending is not None:
+                self._pending.hurry()
             if self._running is not None:
                 self._running.exception()
             self.wait()
@@ -281,8 +274,10 @@ class Saver:
             return
         self._turns.is_closed = True
         pending, self._pending = self._pending, None
-        if pending is not None and not pending.is_reported and (error := pending.future.exception()) is not None:
-            log.error("the save of step %d failed as well: %s", pending.step, error)
+        if pending is not None:
+            pending.hurry()
+            if not pending.is_reported and (error := pending.future.exception()) is not None:
+                log.error("the save of step %d failed as well: %s", pending.step, error)
         self._thread.shutdown()
 
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
@@ -347,6 +342,7 @@ class Saver:
             if job.is_cancelled.is_set():
                 raise SaveError(f"nothing was committed: the save of step {step} was interrupted")
         except BaseException as error:  # noqa: BLE001  (raised by the caller, once the other ranks know)
+            job.pace.stop()  # an upload that was given up writes no more
             return failure_of(self._ranks.rank, error), None, error
         return part, replaces, None
 
@@ -365,7 +361,10 @@ class Saver:
             ),
             RankFile(step=attempt.step, attempt=attempt.name, rank=self._ranks.rank),
             UploadOptions(
-                codec=self._options.codec, known=self._known.find(store, job.plan.items), on_bytes=self._count_bytes
+                codec=self._options.codec,
+                known=self._known.find(store, job.plan.items),
+                before=job.pace.before,
+                on_bytes=self._count_bytes,
             ),
         )
         if is_coordinator:

@@ -25,7 +25,8 @@ from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, Ti
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
 from titan_ckpt.location import StrPath, check_writable, is_inside, redact, url_text
-from titan_ckpt.saving.options import GIVE_UP_AT
+from titan_ckpt.saving.options import GIVE_UP_AT, SaveOptions
+from titan_ckpt.saving.pace import Pace, fitting_pace
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
@@ -52,10 +53,11 @@ class MirrorMetrics:
 class Mirror:
     """Copies commits from one store to another. Made, used and closed by all ranks together; every rank adds every commit."""
 
-    def __init__(self, source: Store, target: str | Store, *, timeout_s: float, is_exclusive: bool = True) -> None:
+    def __init__(self, source: Store, target: str | Store, options: SaveOptions) -> None:
         self._source, self._target = source, target if isinstance(target, Store) else open_store(target)
-        self._give_up_s = GIVE_UP_AT * timeout_s
-        self._ranks = RankGroup(timeout_s=timeout_s)
+        self._give_up_s = GIVE_UP_AT * options.timeout_s
+        self._ranks = RankGroup(timeout_s=options.timeout_s)
+        self._bytes_per_s, self._pace, self._said = options.upload_bytes_per_s, Pace(), set[str]()
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)
         self._error: BaseException | None = None
         self._last: int | None = None
@@ -64,7 +66,7 @@ class Mirror:
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` could not be written
         self._is_known, self._has_looked = False, threading.Event()
-        self._is_exclusive, self._is_joined = is_exclusive, False  # the second is the coordinator's
+        self._is_exclusive, self._is_joined = options.is_exclusive, False  # the second is the coordinator's
         self._claim: str | None = None  # the coordinator's
         # Of the round: the step that is new, those left to do once they are named, whether this rank has told of the first.
         self._new: int | None = None
@@ -79,6 +81,8 @@ class Mirror:
         Never raises: one rank may know of an error before the others, and all of them must mirror the same steps.
         """
         with self._lock:
+            if self._waiting:  # the copy under way is behind
+                self._pace.lift()
             self._waiting.add(step)
         self._steps.put(step)
 
@@ -100,6 +104,9 @@ class Mirror:
 
     def close(self) -> None:
         """Mirror the waiting and the due steps, release the thread and the process group, raise the first error."""
+        with self._lock:
+            self._bytes_per_s = None
+            self._pace.lift()
         self._steps.put(None)
         self._thread.join()
         self._ranks.close()
@@ -234,6 +241,7 @@ class Mirror:
         try:
             run_until(self._give_up_s, partial(action, step), self._source, self._target, what=what)
         except BaseException as error:  # noqa: BLE001  (raised on every rank)
+            self._pace.stop()  # a copy that was given up writes no more
             return failure_of(self._ranks.rank, error)
         return None
 
@@ -246,10 +254,15 @@ class Mirror:
     def _copy_own(self, step: int, source: Store, target: Store) -> None:
         found_before(target, step)  # nothing is written where another program's checkpoint is
         checkpoint = open_checkpoint(source.url, step=step, store=source)
-        copier = Copier(checkpoint, target, lambda _: None)
-        for file in checkpoint.manifest.files:
-            if file.path.endswith(data_file("", self._ranks.rank)):
-                copier.copy_file(file, trust_size=True)
+        own = [file for file in checkpoint.manifest.files if file.path.endswith(data_file("", self._ranks.rank))]
+        with self._lock:
+            pace = fitting_pace(self._bytes_per_s, own, give_up_s=self._give_up_s, said=self._said)
+            self._pace = pace
+            if len(self._waiting) > 1:
+                pace.lift()
+        copier = Copier(checkpoint, target, lambda _: None, before=pace.before)
+        for file in own:
+            copier.copy_file(file, trust_size=True)
 
     def _commit(self, step: int, source: Store, target: Store) -> None:
         """Commit the copy, after copying the files that no current rank owns (an incremental save may refer to them).

@@ -84,6 +84,26 @@ def naming(fqn: str) -> Iterator[None]:
         raise TitanError(f"{fqn}: its values cannot be read: {type(error).__name__}: {error}") from error
 
 
+class Staging:
+    """Where the bytes of each save come from. Keeps one arena, which the next save of the same items uses again."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+
+    def source(self, items: Sequence[LocalShard], tensors: Sequence[torch.Tensor], *, is_staged: bool) -> PayloadSource:
+        """A copy of the tensors that is in the making or done, or the tensors themselves."""
+        is_on_gpu = are_on_gpu(tensors)
+        if not is_staged:
+            if is_on_gpu:
+                torch.cuda.synchronize()  # the upload thread reads them on a stream of its own
+            return Direct(tensors)
+        if self._arena is None or self._arena.items != items:
+            self._arena = None  # free the old one before the new one is allocated
+            self._arena = Arena(items, is_pinned=is_on_gpu)
+        self._arena.stage(tensors)
+        return self._arena
+
+
 class Direct:
     """Reads the tensors in place; one that is not contiguous in CPU memory is copied when it is sent."""
 

@@ -101,10 +101,14 @@ class RankFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadOptions:
-    """`codec` of the chunks, `known` ones that need not be written again, and a callback for the bytes of each buffer sent."""
+    """`codec` of the chunks, `known` ones that need not be written again, callbacks for the bytes of each buffer.
+
+    `before` may wait before a buffer is sent, and end the upload by an error; `on_bytes` hears of it afterwards.
+    """
 
     codec: str = RAW
     known: Known = field(default_factory=dict)
+    before: Callable[[int], None] = lambda _: None
     on_bytes: Callable[[int], None] = lambda _: None
 
 
@@ -178,6 +182,7 @@ class _FileWriter:
 
     def _send(self, buffer: Buffer) -> Iterator[Buffer]:
         if len(buffer):
+            self._options.before(len(buffer))
             yield buffer
             self._options.on_bytes(len(buffer))
 

@@ -141,9 +141,17 @@ class Copier:
     """Copies the files of one checkpoint and verifies each while it is copied."""
 
     def __init__(
-        self, source: Checkpoint, target: Store, on_bytes: OnBytes, own_paths: Mapping[str, str] | None = None
+        self,
+        source: Checkpoint,
+        target: Store,
+        on_bytes: OnBytes,
+        own_paths: Mapping[str, str] | None = None,
+        *,
+        before: OnBytes = lambda _: None,
     ) -> None:
+        """`on_bytes` hears of each part that was read, and of files that were there; `before` may wait before one is written."""
         self._source, self._target, self._on_bytes, self._own_paths = source, target, on_bytes, own_paths or {}
+        self._before = before
 
     def copy_file(self, file: FileEntry, *, trust_size: bool = False) -> bool:
         """Copy a data file; True if the target already had it. With `trust_size` an existing file is not re-read."""
@@ -152,8 +160,13 @@ class Copier:
         if self._is_there(target_path, file, trust_size=trust_size):
             self._on_bytes(file.size_bytes)
             return True
-        self._target.write(target_path, self._verified(self._source.store, path, file, self._on_bytes))
+        self._target.write(target_path, self._paced(self._verified(self._source.store, path, file, self._on_bytes)))
         return False
+
+    def _paced(self, views: Iterator[memoryview]) -> Iterator[memoryview]:
+        for view in views:
+            self._before(len(view))
+            yield view
 
     def _is_there(self, path: str, file: FileEntry, *, trust_size: bool) -> bool:
         try:

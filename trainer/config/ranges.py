@@ -44,6 +44,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("save.every", 0, MAX_STEPS),
     ("save.keep_last", 0, MAX_STEPS),
     ("save.keep_every", 0, MAX_STEPS),
+    ("save.upload_bytes_per_s", 0, MAX_RATE),
     *((f"save.{name}", 0, MAX_SECONDS) for name in ("timeout_s", "grace_s")),
     ("export.every", 0, MAX_STEPS),
     ("resume.check_losses", 0, MAX_STEPS),

@@ -122,6 +122,7 @@ class SaveConfig:
     codec: Literal["raw", "planes-zstd"] = "raw"  # planes-zstd compresses
     incremental: bool = False  # reuse unchanged chunks of earlier checkpoints
     compile_cache: bool = False  # keep what mesh.compile made: a resumed run executes it, so only in stores you trust
+    upload_bytes_per_s: float = 0.0  # of each rank, spread evenly: for a steadier training; 0: full speed
     timeout_s: float = 1800.0  # for exchanges between ranks; must exceed the longest upload
     grace_s: float = 300.0  # for the last checkpoint after SIGTERM or SIGINT
 
