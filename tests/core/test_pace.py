@@ -14,7 +14,6 @@ import torch
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import StoreError, UsageError
-from titan_ckpt.saving import pace
 from titan_ckpt.saving.pace import Pace, fitting_pace
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.base import Buffer, ObjectInfo
@@ -28,7 +27,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, paced: Pace) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(pace.time, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr("titan_ckpt.saving.pace.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(paced._wake, "wait", self.wait)
 
     def wait(self, timeout_s: float) -> bool:
@@ -94,8 +93,10 @@ def test_a_paced_save_is_over_soon_if_waited_for(tmp_path: Path, end: str) -> No
         handle = saver.save(STATE, step=1)
         if end == "error":
             raise KeyError
-        actions = {"wait": saver.wait, "handle.wait": handle.wait, "next save": lambda: saver.save(STATE, step=2)}
-        actions.get(end, saver.close)()
+        actions: dict[str, Callable[[], object]] = {
+            "wait": saver.wait, "handle.wait": handle.wait, "next save": lambda: saver.save(STATE, step=2), "close": saver.close,
+        }  # fmt: skip
+        actions[end]()
     assert torch.equal(open_checkpoint(f"{tmp_path}/run@1").read("w"), STATE["w"])
     assert verify(f"{tmp_path}/run", read_data=True) == []
 

@@ -145,3 +145,14 @@ def build_own_member(builder: Builder, record: Record) -> Any:
     if record.args[1] not in members:
         raise builder.fail(f"{record.args[1]!r} is not a member of {found.__name__}")
     return members[record.args[1]]
+
+
+def only_args(make: Callable[..., Any]) -> Constructor:
+    """A constructor whose record has arguments and nothing else."""
+
+    def constructor(builder: Builder, record: Record) -> Any:
+        if record.kwargs or record.state is not None or record.items or record.pairs:
+            raise ValueError("it was given more than arguments")
+        return make(*builder.args(record))
+
+    return constructor

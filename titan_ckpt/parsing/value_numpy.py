@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.random  # the generators' classes are its attributes
 
-from titan_ckpt.parsing.value_build import Builder, Constructor
+from titan_ckpt.parsing.value_build import Builder, Constructor, only_args
 from titan_ckpt.parsing.value_records import Record, is_name
 
 _GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -23,11 +23,12 @@ _ARRAYS: dict[tuple[str, str], Any] = {
     **dict.fromkeys([("numpy.char", "chararray"), ("numpy.core.defchararray", "chararray")], np.char.chararray),
 }  # fmt: skip
 _MAX_ITEM_BYTES = 1 << 20
+_REFERENCES = 0x01 | 0x02 | 0x04  # NPY_ITEM_REFCOUNT, NPY_LIST_PICKLE, NPY_ITEM_IS_POINTER
 _MAX_EMPTY_ITEMS = 1 << 16  # of no bytes each, which numpy widens to a character
 
 
 def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
-    """A dtype from its code, and for one of fields their names, dtypes and places; one of Python objects is refused."""
+    """A dtype from its code, and for one of fields their names, dtypes and places."""
     code: Any = record.args[0]
     is_record = is_name(code) and code.call == ("numpy", "record")
     if not is_record and (is_name(code) or isinstance(code, Record)):
@@ -37,6 +38,8 @@ def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
     order, subarray, names, fields = state[1:5]
     if subarray is not None:
         base, shape = subarray
+        if type(shape) is not tuple or not all(type(each) is int for each in shape):
+            raise ValueError("a dtype whose shape is no shape")  # it could be other fields over the same bytes
         return np.dtype((base, shape))
     if names:
         placed = [fields[name] for name in names]
@@ -44,7 +47,7 @@ def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
         spec: Any = {"names": list(names), "formats": formats, "offsets": offsets, "itemsize": state[5]}
         if any(len(each) > 2 for each in placed):
             spec["titles"] = [each[2] if len(each) > 2 else None for each in placed]
-        return _checked(np.dtype((np.record, spec) if is_record else spec))
+        return _sized(np.dtype((np.record, spec) if is_record else spec))
     if code[0] in "mM" and len(state) > 8 and state[8] and state[8][1]:
         unit, count = state[8][1][:2]
         code = f"{code}[{count}{unit.decode() if isinstance(unit, bytes) else unit}]"
@@ -52,12 +55,25 @@ def _dtype(builder: Builder, record: Record) -> np.dtype[Any]:
     if found.char == "O":
         return np.dtype(object)
     ordered = found.newbyteorder(order) if order in "<>" else found
-    return _checked(found if ordered == found else ordered)  # its own order by name is another dtype in its texts
+    return _sized(found if ordered == found else ordered)  # its own order by name is another dtype in its texts
 
 
-def _checked(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    if dtype.hasobject:
-        raise ValueError("an array of Python objects; store a list of them instead")
+def _string_dtype(coerce: int, *na_object: Any) -> np.dtype[Any]:
+    """A `StringDType`; texts of any length."""
+    if len(na_object) > 1 or not all(each is None or type(each) in (float, str) for each in na_object):
+        raise ValueError("a StringDType with another na_object than None, a number or text")
+    named = {"na_object": na_object[0]} if na_object else {}
+    return np.dtypes.StringDType(coerce=bool(coerce), **named)
+
+
+def _of_bytes(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """`dtype`, whose items are bytes and no references to memory."""
+    if dtype.hasobject or dtype.flags & _REFERENCES:
+        raise ValueError("the bytes of an array of Python objects or texts")
+    return _sized(dtype)
+
+
+def _sized(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.itemsize > _MAX_ITEM_BYTES:
         raise ValueError(f"a dtype of {dtype.itemsize} bytes")
     return dtype
@@ -68,18 +84,19 @@ def _array(builder: Builder, record: Record) -> Any:
     _version, shape, dtype, is_column_major, raw = builder.value(record.state[0])
     if not isinstance(dtype, np.dtype):
         raise ValueError("an array without a dtype")
-    if dtype.char == "O" and isinstance(raw, list):
-        return _objects(raw, shape, "F" if is_column_major else "C")
+    kind = _ARRAYS[record.args[0].call]
+    if isinstance(raw, list) and (dtype.hasobject or dtype.flags & _REFERENCES):
+        rows = _items(raw, dtype).reshape(shape)  # listed by rows in a column-major array, too
+        return np.array(rows, order="F" if is_column_major else "C").view(kind)
     if not isinstance(raw, bytes):
         raise ValueError("not the bytes of an array")
-    kind = _ARRAYS[record.args[0].call]
     return _filled(shape, dtype, raw, is_column_major=is_column_major).view(kind)
 
 
 def _filled(shape: Any, dtype: np.dtype[Any], raw: bytes, *, is_column_major: bool) -> Any:
     """A writable array of these bytes."""
     count = int(np.prod(shape, dtype=object))
-    if _checked(dtype).itemsize * count != len(raw) or (dtype.itemsize == 0 and count > _MAX_EMPTY_ITEMS):
+    if _of_bytes(dtype).itemsize * count != len(raw) or (dtype.itemsize == 0 and count > _MAX_EMPTY_ITEMS):
         raise ValueError(f"an array of shape {shape} and {len(raw)} bytes")
     flat = np.frombuffer(raw, dtype=dtype, count=count) if raw else np.empty(shape, dtype=dtype)
     return flat.reshape(shape, order="F" if is_column_major else "C").copy(order="K")
@@ -95,16 +112,19 @@ def _masked(builder: Builder, record: Record) -> Any:
     return np.ma.array(data, mask=flags, fill_value=fill_value)
 
 
-def _objects(items: list[Any], shape: Any, order: Any) -> Any:
-    flat = np.empty(len(items), dtype=object)
+def _items(items: list[Any], dtype: np.dtype[Any]) -> Any:
+    """Items that pickle lists one by one: objects, texts, and tuples for fields that hold some."""
+    flat = np.empty(len(items), dtype=dtype)
     for place, item in enumerate(items):
         flat[place] = item
-    return flat.reshape(shape, order=order)
+    return flat
 
 
 def _scalar(builder: Builder, record: Record) -> Any:
     dtype, raw = builder.args(record)
-    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes) or len(raw) != _checked(dtype).itemsize:
+    if isinstance(raw, np.ndarray) and raw.shape == () and raw.dtype == dtype and dtype.hasobject:
+        return raw[()]
+    if not isinstance(dtype, np.dtype) or not isinstance(raw, bytes) or len(raw) != _of_bytes(dtype).itemsize:
         raise ValueError("a number of another size")
     return np.frombuffer(raw, dtype=dtype)[0] if raw else dtype.type()
 
@@ -157,6 +177,7 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
     ("numpy.ma.core", "_mareconstruct"): _masked,
+    ("numpy._core._internal", "_convert_to_stringdtype_kwargs"): only_args(_string_dtype),
     ("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence"): _seed_sequence,
     ("numpy.random._pickle", "__bit_generator_ctor"): _bit_generator,
     ("numpy.random._pickle", "__generator_ctor"): _generator,

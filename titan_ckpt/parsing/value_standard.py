@@ -16,24 +16,13 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from titan_ckpt.parsing.value_build import Builder, Constructor
+from titan_ckpt.parsing.value_build import Builder, Constructor, only_args
 from titan_ckpt.parsing.value_records import Record, is_name
 
 MAX_DIGITS = 4000
 _TYPES = (
     int, float, complex, str, bytes, bytearray, bool, list, tuple, dict, set, frozenset, range, slice, object,
 )  # fmt: skip
-
-
-def _only_args(make: Callable[..., Any]) -> Constructor:
-    """A constructor whose record has arguments and nothing else."""
-
-    def constructor(builder: Builder, record: Record) -> Any:
-        if record.kwargs or record.state is not None or record.items or record.pairs:
-            raise ValueError("it was given more than arguments")
-        return make(*builder.args(record))
-
-    return constructor
 
 
 def _encode(text: str = "", encoding: str = "latin1") -> bytes:
@@ -156,7 +145,7 @@ def _path(name: str) -> Constructor:
     kind: Any = getattr(pathlib, name)
     if name in ("PosixPath", "WindowsPath") and not isinstance(pathlib.Path(), kind):
         kind = getattr(pathlib, f"Pure{name}")
-    return _only_args(lambda *parts: kind(*(_checked(part, str) for part in parts)))
+    return only_args(lambda *parts: kind(*(_checked(part, str) for part in parts)))
 
 
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
@@ -166,7 +155,7 @@ CONSTANTS: dict[tuple[str, str], Any] = {
     ("builtins", "NotImplemented"): NotImplemented,
 }
 CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
-    ("_codecs", "encode"): _only_args(_encode),
+    ("_codecs", "encode"): only_args(_encode),
     ("collections", "OrderedDict"): _mapping,
     ("collections", "Counter"): _mapping,
     ("collections", "defaultdict"): _defaultdict,
@@ -175,24 +164,24 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     ("collections", "UserDict"): _around(UserDict, "data", dict),
     ("collections", "UserString"): _around(UserString, "data", str),
     ("collections", "ChainMap"): _chain_map,
-    **{("datetime", kind.__name__): _only_args(kind) for kind in (
+    **{("datetime", kind.__name__): only_args(kind) for kind in (
         datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone,
     )},
-    ("decimal", "Decimal"): _only_args(_decimal),
-    ("fractions", "Fraction"): _only_args(_fraction),
+    ("decimal", "Decimal"): only_args(_decimal),
+    ("fractions", "Fraction"): only_args(_fraction),
     ("uuid", "UUID"): _uuid,
     ("types", "SimpleNamespace"): _namespace(types.SimpleNamespace),
     ("argparse", "Namespace"): _namespace(argparse.Namespace),
     ("random", "Random"): _random,
-    ("zoneinfo", "ZoneInfo._unpickle"): _only_args(lambda key, _=True: zoneinfo.ZoneInfo(_checked(key, str))),
+    ("zoneinfo", "ZoneInfo._unpickle"): only_args(lambda key, _=True: zoneinfo.ZoneInfo(_checked(key, str))),
     **{(module, name): _path(name) for module in ("pathlib", "pathlib._local") for name in _PATHS},
-    ("builtins", "set"): _only_args(_set(set)),
-    ("builtins", "frozenset"): _only_args(_set(frozenset)),
-    ("builtins", "complex"): _only_args(complex),
-    ("builtins", "bytes"): _only_args(lambda: b""),
-    ("builtins", "bytearray"): _only_args(_bytearray),
-    ("builtins", "range"): _only_args(range),
-    ("builtins", "slice"): _only_args(slice),
-    ("builtins", "type"): _only_args(lambda value: type(_checked(value, type(None), type(...), type(NotImplemented)))),
-    ("re", "_compile"): _only_args(_pattern),
+    ("builtins", "set"): only_args(_set(set)),
+    ("builtins", "frozenset"): only_args(_set(frozenset)),
+    ("builtins", "complex"): only_args(complex),
+    ("builtins", "bytes"): only_args(lambda: b""),
+    ("builtins", "bytearray"): only_args(_bytearray),
+    ("builtins", "range"): only_args(range),
+    ("builtins", "slice"): only_args(slice),
+    ("builtins", "type"): only_args(lambda value: type(_checked(value, type(None), type(...), type(NotImplemented)))),
+    ("re", "_compile"): only_args(_pattern),
 }  # fmt: skip

@@ -41,6 +41,9 @@ class MeshSpec:
         >>> MeshSpec.of({"tp": 2, "pp": 4}).world_size
         8
         """
+        check_type(
+            degrees, "degrees", Mapping, hint="degrees by axis, such as dict(zip(mesh.mesh_dim_names, mesh.shape))"
+        )
         for axis, degree in degrees.items():
             if axis not in AXES:
                 raise ConfigError(f"unknown mesh axis {axis!r}; the axes are {', '.join(AXES)}")

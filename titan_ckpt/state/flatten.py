@@ -1,8 +1,8 @@
 """A nested state as flat names, and values put back into it.
 
 Names and the choice of what is opened are those of `torch.distributed.checkpoint` (`_traverse.py`, torch 2.13): mappings always;
-lists that contain a tensor, a mapping or a list to be opened. Beyond that, a tuple with a DTensor in it is opened, which DCP
-would pickle.
+lists that contain a tensor, a mapping or a list to be opened. Beyond that, whatever is around a DTensor in a tuple is opened: DCP
+would pickle it, with one rank's shard for all.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class _Walk:
             return True
         if self._stored is not None and _holds(value, torch.Tensor | Mapping):
             return self._stored.are_below(name)
-        return isinstance(value, tuple) and _holds(value, DTensor)
+        return not isinstance(value, Mapping) and _holds_shards(value)
 
     def _entry(self, keys: tuple[Any, ...], name: str, value: Any, number: int, code: KeyCode) -> None:
         flat = self.flat
@@ -223,6 +223,15 @@ def _has_parts(items: list[Any]) -> bool:
 
 def _holds(value: Any, kinds: Any) -> bool:
     return any(isinstance(i, kinds) or (isinstance(i, list | tuple) and _holds(i, kinds)) for i in value)
+
+
+def _holds_shards(value: Any) -> bool:
+    """Whether a tensor of which each rank has a part is in a container, at any depth."""
+    inside = value.values() if isinstance(value, Mapping) else value
+    return any(
+        isinstance(i, DTensor | ShardedTensor) or (isinstance(i, Mapping | list | tuple) and _holds_shards(i))
+        for i in inside
+    )
 
 
 def _text(keys: tuple[Any, ...], key: Any) -> str:

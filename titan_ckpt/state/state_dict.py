@@ -182,5 +182,8 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Writable view of the memory of a contiguous CPU tensor."""
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 1:  # it may keep any stride, which `view` refuses
+        flat = flat.as_strided((1,), (1,))
+    array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import pickle
-from typing import Any
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import TitanError, UnsafeContentError, UsageError
 from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.parsing.value_archive import write_archive
 from titan_ckpt.parsing.values import decode_value
-from titan_ckpt.state.classes import classes_in
+from titan_ckpt.state.classes import classes_in, objects_in
 
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _CONTAINERS = frozenset({list, tuple, dict})
@@ -73,16 +78,68 @@ def is_plain(value: Any) -> bool:
 
 def _by_torch(fqn: str, value: Any) -> bytes:
     """As `torch.save` writes it; in a later protocol of pickle what protocol 2 cannot name: a class inside of another one."""
+    _refuse_shards(fqn, value)
     refused: UsageError | None = None
     for protocol in (2, 4):
-        buffer = io.BytesIO()
-        torch.save(value, buffer, pickle_protocol=protocol)
         try:
-            return _checked(fqn, value, buffer.getvalue())
+            return _checked(fqn, value, _torch_bytes(value, protocol))
         except UsageError as error:
             refused = refused or error
     assert refused is not None
     raise refused
+
+
+def _refuse_shards(fqn: str, value: Any) -> None:
+    """UsageError for a tensor of which each rank has a part, inside of a value, which is stored as one rank has it."""
+    for each in objects_in(value):
+        is_part = isinstance(each, ShardedTensor) or (isinstance(each, DTensor) and each.device_mesh.size() > 1)
+        if is_part:
+            raise UsageError(
+                f"{fqn}: a {type(value).__name__} holds a {type(each).__name__}, of which each rank has a part, and one of them "
+                "would be stored for all: put it into a mapping, a list or a tuple, which are taken apart"
+            )
+
+
+class _Exact(pickle._Pickler):
+    """Pickles sets in an order that all ranks have, since their own follows hashes, which differ between processes; and times
+    with their `fold`, which protocol 2 leaves out.
+    """
+
+    dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)
+    save_reduce: Callable[..., None]  # of the base, which typeshed leaves out
+
+    def save_in_order(self, items: Any) -> None:
+        """A set as the call that makes it from a list."""
+        self.save_reduce(type(items), (sorted(items, key=_order),), obj=items)
+
+    def save_with_fold(self, moment: Any) -> None:
+        """A time as later protocols call it."""
+        self.save_reduce(*moment.__reduce_ex__(4), obj=moment)
+
+    dispatch[set] = dispatch[frozenset] = save_in_order
+    dispatch[datetime.datetime] = dispatch[datetime.time] = save_with_fold
+
+
+def _order(item: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Exact(buffer, 4).dump(item)
+    return buffer.getvalue()
+
+
+_EXACT = SimpleNamespace(__name__="exact", Pickler=_Exact)
+_INEXACT = (b"__builtin__\nset\n", b"__builtin__\nfrozenset\n", b"datetime\ndatetime\n", b"datetime\ntime\n")
+
+
+def _torch_bytes(value: Any, protocol: int) -> bytes:
+    """As `torch.save` writes it, but by `_Exact`, which is slow, where that makes a difference."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol)
+    data = buffer.getvalue()
+    if protocol == 2 and not any(name in data for name in _INEXACT):
+        return data
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=_EXACT, pickle_protocol=protocol)
+    return buffer.getvalue()
 
 
 def _checked(fqn: str, value: Any, data: bytes) -> bytes:

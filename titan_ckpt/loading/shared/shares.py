@@ -93,7 +93,7 @@ def _groups(parts: Sequence[Parts]) -> tuple[list[_Group], list[int]]:
         is_new[1:] &= rows[name][1:] == rows[name][:-1]
     is_new[1:] = ~is_new[1:]
     starts = np.flatnonzero(is_new)
-    ends = np.append(starts[1:], len(rows))
+    ends = np.append(starts, len(rows))[1:]  # none without rows: a state of values alone
     single = starts[ends - starts == 1]
     alone = np.bincount(ranks[single], weights=rows["size"][single], minlength=len(parts)).astype(np.int64).tolist()
     several = int(rows["size"][starts[ends - starts > 1]].sum())
