@@ -14,7 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_HAS_ONEDNN: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+# The operators are not part of torch's public API: without them all products are torch's own.
+_HAS_ONEDNN: bool = (
+    torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and hasattr(torch.ops.aten, "mkldnn_linear_backward_weights")
+)
 ONEDNN_PRODUCTS = (torch.ops.mkldnn._linear_pointwise.default,) if _HAS_ONEDNN else ()  # for choosing what to keep
 
 
