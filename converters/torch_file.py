@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from titan_ckpt.store.open import open_store
 
 LOOK_S = 0.2
 FREE_VALUES, FREE_BYTES, MAX_GROWTH = 10_000, 64 << 20, 16
+_GLOBAL = re.compile(r"\bGLOBAL ([\w.<>]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,15 +154,21 @@ def _read(src: str) -> Mapping[str, Any]:
     except TitanError:
         raise
     except pickle.UnpicklingError as error:
-        raise UnsafeContentError(
-            f"{src}: holds more than tensors and plain data, or is no torch file; it was not loaded. {_first_line(error)}"
-        ) from error
+        raise UnsafeContentError(f"{src}: {_unsafe(str(error))}; it was not loaded") from error
     except Exception as error:  # torch's reader raises whatever the call that a broken pickle names does
         raise DamagedError(f"{src}: not a whole torch file: {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(state, Mapping) or not state:
         raise DamagedError(f"{src}: holds a {type(state).__name__}, not a state dict")
     _check_size(state, size_bytes, src)
     return state
+
+
+def _unsafe(text: str) -> str:
+    """What torch's weights-only reader found, as it says in one of many lines."""
+    found = _GLOBAL.search(text)
+    if found is None:
+        return "holds more than tensors and plain data, or is no torch file"
+    return f"holds {found[1][:200]}, and only tensors and plain data are read; save the state_dict() of a model or optimizer"
 
 
 def _check_size(state: Mapping[str, Any], size_bytes: int, src: str) -> None:

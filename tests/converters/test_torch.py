@@ -103,3 +103,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         import_torch(str(tmp_path / "in.pt"), str(tmp_path / "run"))
     with pytest.raises(AlreadyExistsError, match=r"in\.pt"):
         export_torch(open_checkpoint(str(tmp_path / "run")), str(tmp_path / "in.pt"))
+
+
+def test_a_saved_model_is_named_with_what_to_save(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "in.pt")
+    with pytest.raises(UnsafeContentError) as caught:
+        import_torch(str(tmp_path / "in.pt"), str(tmp_path / "run"))
+    text = str(caught.value)
+    assert "holds torch.nn.modules.linear.Linear" in text
+    assert "save the state_dict() of a model" in text
+    assert text.isprintable()
