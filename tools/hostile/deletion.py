@@ -19,8 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.check.verify import verify
-from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
+from titan_ckpt.checkpoint.commit_proved import named_files
+from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError
+from titan_ckpt.format.commit import commit_path
 from titan_ckpt.format.dcp_read import data_paths
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
@@ -170,6 +172,7 @@ def try_once(rng: random.Random, template: Path, folder: Path) -> tuple[list[str
     for path in folder.rglob("*"):
         os.utime(path, (time.time() - OLD_S,) * 2, follow_symlinks=False)
     before, whole = _contents(folder), _whole(run)
+    own = {step for step in whole if not _is_linked(run, step)}
     policy = RetentionPolicy(
         keep_last=rng.randint(1, 3), keep_every=rng.choice((None, None, 2, 3)), is_incomplete=rng.random() < 0.7,
         pins=frozenset(rng.sample(STEPS, rng.randint(0, 2))), older_than_s=rng.choice((0.0, 86400.0)),
@@ -184,7 +187,7 @@ def try_once(rng: random.Random, template: Path, folder: Path) -> tuple[list[str
         if _is_behind(path, before)
     ]
     wrong += [f"{path} changed" for path in sorted(before.keys() & after.keys()) if before[path] != after[path]]
-    wrong += _lost(run, whole, policy) + _torn(folder, run, before)
+    wrong += _lost(run, whole, own, policy) + _torn(folder, run, before)
     return [f"{', '.join(names)}; {policy}: {text}" for text in wrong], len(before) - len(after)
 
 
@@ -238,11 +241,23 @@ def _problems(run: Path, step: int) -> list[str]:
         return [str(error)]
 
 
-def _lost(run: Path, whole: dict[int, str], policy: RetentionPolicy) -> list[str]:
+def _is_linked(run: Path, step: int) -> bool:
+    """Whether a symbolic link leads to the COMMIT of a step, or to data that it needs."""
+    manifest = open_checkpoint(str(run), step=step).manifest
+    store = FileStore(str(run))
+    return any(store.is_link(path) for path in (commit_path(step), *named_files(manifest)))
+
+
+def _lost(run: Path, whole: dict[int, str], own: set[int], policy: RetentionPolicy) -> list[str]:
     """Steps that must have stayed and did not, and what is left half."""
     committed = {info.step for info in _infos(run) if info.commit is not None}
     full = sorted(step for step, kind in whole.items() if kind == "full")
-    due = {*full[-policy.keep_last :], *(policy.pins & set(full)), *(step for step in whole if whole[step] != "full")}
+    due = {
+        *full[-policy.keep_last :],
+        *[step for step in full if step in own][-policy.keep_last :],
+        *(policy.pins & set(full)),
+        *(step for step in whole if whole[step] != "full"),
+    }
     wrong = [f"step {step} had to stay, and is gone" for step in sorted(due - committed)]
     wrong += [
         f"step {step}: {_problems(run, step)[0]}" for step in sorted(committed & whole.keys()) if _problems(run, step)
