@@ -70,7 +70,7 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
         or frozen(run, record, others_left_some)
         or _by_stack(run, record)
         or _by_log(record)
-        or Situation(rank=record.rank, kind=unknown, evidence=last_words(record))
+        or Situation(rank=record.rank, kind=unknown, evidence=(*lost_threads(record)[:1], *last_words(record)))
     )
     return starved(record, found)
 

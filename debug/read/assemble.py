@@ -71,6 +71,7 @@ class RunEvidence:
     world_size: int = 0
     read_stems: set[tuple[int, str]] = field(default_factory=set)
     num_evidence: int = 0
+    has_notes_only: bool = False  # nothing else was found: a page into which somebody pasted logs is evidence
     recorded_ranks: int = 0
     started_s: float | None = None  # when the first recorder started, by the clock of logs (local time)
     boxes: BoxReader = field(init=False)

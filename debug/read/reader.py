@@ -43,6 +43,7 @@ from titan_ckpt.debug.read.reports.documents import quoted_lines
 from titan_ckpt.debug.read.reports.process_stacks import is_pyspy_json, read_pyspy_json
 from titan_ckpt.debug.read.reports.ras import is_ras_json, read_ras_json
 from titan_ckpt.debug.read.text_files import (
+    NOTES,
     finish_texts,
     is_json_lines,
     is_streamed,
@@ -85,6 +86,9 @@ def open_run(
             _read_tails(evidence, tails[start : start + together], keep)
         rest = (file for file in found if not (keep and file.path.endswith(".box")))
         _read_all(evidence, sorted(rest, key=_reading_order))
+        if not evidence.num_evidence:
+            evidence.has_notes_only = True
+            _read_all(evidence, [file for file in found if file.path.endswith(NOTES)])
         keep_newest_attempt(evidence)
         finish_texts(evidence)
         if evidence.num_evidence == 0:

@@ -18,6 +18,7 @@ from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read
 from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_process_stacks, read_process_stacks
 from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
+from titan_ckpt.debug.read.text.encodings import as_utf8
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
 from titan_ckpt.debug.read.text.streams import Stream
 
@@ -39,6 +40,7 @@ _NO_LOGS = (
     ".ipynb",
     ".lock",
 )
+NOTES = (".md", ".rst")  # in which people paste logs
 _LOG_WORDS = (
     "log",
     "out",
@@ -64,7 +66,7 @@ def is_streamed(file: EvidenceFile) -> bool:
 
 def stream_text(evidence: RunEvidence, file: EvidenceFile) -> None:
     """Read a log of any length."""
-    chunks = log_chunks(evidence.store, file)
+    chunks = as_utf8(log_chunks(evidence.store, file))
     first = next(chunks, (b"", False))
     if is_inspector(first[0][:_HEAD]):
         take_progress(evidence, file, (chunk for chunk, _ in chain([first], chunks)))
@@ -83,6 +85,7 @@ def is_json_lines(data: bytes) -> bool:
 
 def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     """Stacks, another tool's report, or a log."""
+    data = b"".join(chunk for chunk, _ in as_utf8([(data, False)]))
     head = data[:_HEAD]
     if is_inspector(head):
         take_progress(evidence, file, [data])
@@ -164,7 +167,7 @@ def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
 
 def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[bytes, bool]]) -> None:
     name = file.path.rpartition("/")[2].lower()
-    if name.endswith(_NO_LOGS):
+    if name.endswith(_NO_LOGS) and not (evidence.has_notes_only and name.endswith(NOTES)):
         return
     if file.rank is not None and evidence.recorded_ranks and file.rank >= evidence.recorded_ranks:
         return  # of an earlier, larger run
@@ -178,7 +181,7 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
     read_text(text, chunks)
     if not text.num_lines and file.host_folder and "stderr" in name:
         text.writers[text.default] = Stream(source=file.path)  # which says that this rank wrote no error
-    is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS)
+    is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS if not name.endswith(NOTES))
     has_content = (
         text.endings.found or text.endings.notes or any(s.events or w[0] == "rank" for w, s in text.writers.items())
     )

@@ -347,7 +347,7 @@ _WHY = {
 }  # fmt: skip
 _MPIRUN = re.compile(
     r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
-    r"exited on signal (?P<signal>\d{1,2})"
+    r"exited on ?signal (?P<signal>\d{1,2})"
 )
 _MPI_ABORT = re.compile(
     r"MPI_ABORT was invoked on rank (?P<rank>\d{1,6}) in communicator MPI_COMM_WORLD"

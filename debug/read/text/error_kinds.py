@@ -65,6 +65,8 @@ _COMM_WORDS = (
     "c10d",
     "NCCLUtils",
     "connectFullMesh",
+    "oneCCL",
+    "ProcessGroupXCCL",
     "monitoredBarrier",
 )
 _SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")

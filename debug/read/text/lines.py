@@ -197,6 +197,8 @@ LEAST_WIDTH = 60
 _RULER = re.compile(r"(.)\1*$")
 _UNFINISHED = ("atchdog", "WorkNCCL(", "ProcessGroup", "monitoredBarrier", "running collective", "exception:")
 
+_PRTERUN = " exited on"  # PRRTE's help-prterun.txt breaks its line here, before `signal 9 (Killed).`
+
 
 def wrap_width(lines: Sequence[str]) -> int:
     """The width at which a terminal broke the lines; 0 if none did: several lines end exactly there, none goes on."""
@@ -208,6 +210,8 @@ def wrap_width(lines: Sequence[str]) -> int:
 
 def is_broken(message: str, last: str, width: int) -> bool:
     """Whether a message, of which `last` is the last line, goes on: that fills the terminal, or a parenthesis is open."""
+    if message.endswith(_PRTERUN):
+        return True
     if not any(mark in message for mark in _UNFINISHED):
         return False
     return (0 < width - 1 <= len(last) <= width) or message.count("(") > message.count(")")

@@ -107,6 +107,13 @@ _DESYNC = re.compile(
     rf"\[{_LIST}\] (?:joined but didn't finish collective #(?P<seq>\d{{1,12}})"
     r"|finished collective #\d{1,12}, but didn't join collective #(?P<missed>\d{1,12}))"
 )
+_NEVER_JOINED = re.compile(rf"ranks \[{_LIST}\] are the lagging ranks")
+
+
+def _desync(text: str) -> Values | None:
+    found = _named(_DESYNC)(text)
+    never = _named(_NEVER_JOINED)(text) if found is None else None
+    return {**never, "missed": "1"} if never else found
 
 
 def _named(pattern: re.Pattern[str]) -> Callable[[str], Values | None]:
@@ -147,6 +154,26 @@ _SIGNAL_WORDS = {
     "general protection fault": "SIGSEGV", "segfault at": "SIGSEGV",
 }  # fmt: skip
 _FATAL = re.compile(r"Fatal Python error: (?P<error>.{1,200})$")
+# What glibc writes before it aborts: assert/assert.c, debug/fortify_fail.c, malloc/malloc.c.
+_GLIBC_WORDS = (
+    "Assertion `", "*** stack smashing detected ***", "*** buffer overflow detected ***", "double free or corruption",
+    "free(): ", "malloc(): ", "malloc_consolidate(): ", "munmap_chunk(): ", "realloc(): ", "corrupted size vs. prev_size",
+    "corrupted double-linked list",
+)  # fmt: skip
+_GLIBC = re.compile(
+    r"(?:\*\*\* (?:stack smashing|buffer overflow) detected \*\*\*: terminated|double free or corruption \(\S{1,12}\)"
+    r"|(?:free|malloc|malloc_consolidate|munmap_chunk|realloc)\(\): (?:invalid|corrupted|memory corruption|unaligned|mismatching|"
+    r"double free|unsorted)\b.{0,80}|corrupted (?:size vs\. prev_size|double-linked list).{0,40}"
+    r"|\S{1,200}: \S{1,300}:\d{1,7}: .{1,1000}: Assertion `.{1,1000}' failed\.)$"
+)
+
+
+def _glibc(text: str) -> Values | None:
+    """Memory that is damaged, or an assertion of C that fails: then the process ends with SIGABRT."""
+    match = _GLIBC.match(text.strip()[:3000])
+    return {"error": match.group(0)[:200], "signal": "SIGABRT"} if match else None
+
+
 _OWN_PID = re.compile(
     r"\b\w{1,40}\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
     r"|\*\*\* SIG\w+ .{0,60}received by PID (?P<by>\d{1,9})"
@@ -208,7 +235,9 @@ _RULES = (
     _Rule(
         EventKind.WATCHDOG, ("atchdog caught collective", "last enqueued", "collective operation timeout"), _watchdog
     ),
-    _Rule(EventKind.DESYNC, ("but didn't join collective", "joined but didn't finish"), _named(_DESYNC)),
+    _Rule(
+        EventKind.DESYNC, ("but didn't join collective", "joined but didn't finish", "are the lagging ranks"), _desync
+    ),
     _Rule(EventKind.COMM_TIMEOUT, ("failed to pass monitoredBarrier",), _named(_BARRIER)),
     _Rule(EventKind.COMM_MISMATCH, MISMATCH, _mismatch),
     _Rule(
@@ -238,6 +267,7 @@ _RULES = (
     _Rule(EventKind.DEVICE_ERROR, ("SXid (",), _is_fatal_switch),
     _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
     _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in _SIGNAL_WORDS)), _fatal),
+    _Rule(EventKind.FATAL_SIGNAL, _GLIBC_WORDS, _glibc),
 )
 
 

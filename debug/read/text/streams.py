@@ -33,6 +33,7 @@ _DONE = re.compile(
     r"(?! with| on| at step)"
     r"|`Trainer\.fit` stopped: |'train_runtime': |^\s*\[exiting program at iteration "
 )
+_MARGIN = re.compile(r" {2,40}[|] ")  # CPython's, before the lines of an exception group
 _FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
@@ -94,7 +95,7 @@ class Stream:
 
     def take(self, number: int, line: Line) -> None:
         """Account for one line, its prefixes removed."""
-        text = line.text
+        text = _MARGIN.sub("", line.text) if line.text.startswith("  ") else line.text
         if not text.strip():
             return
         self.tail.append((number, line.shown or text))
