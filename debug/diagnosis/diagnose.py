@@ -55,12 +55,14 @@ from titan_ckpt.debug.incident.confidence import (
     Basis,
 )
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import hang_stack, is_library, user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
 
 MAX_VERDICTS = 8
 STALL = "stall"  # why a recorder dumped
+RECORDER_THREADS = "titan-recorder"  # how the names of its threads begin
 SILENCE_S = 10.0
 
 
@@ -79,7 +81,7 @@ def _diagnose(run: Run) -> list[Verdict]:
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     elif found_lanes and not went_on(run) and all(verdict.is_undecided for verdict in found):
         found += elsewhere(run, states)
-    found = found or [*by_exit_codes(run)] or [*without_end(run, states)]
+    found = found or [*by_exit_codes(run)] or [*without_end(run, states)] or [*_left_behind(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
@@ -231,6 +233,35 @@ def _fell_silent(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation
                 state, kind=RankState.SILENT, evidence=(Evidence(text=text, rank=rank, source=beat.source),)
             )
             yield replace(verdict_of(run, rank, edges, {**states, rank: silent}), victims=waiting)
+
+
+def _left_behind(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Ranks whose shutdown had not come further for a recorder's stall time, when all others had ended in order."""
+    left = [rank for rank, state in states.items() if state.kind != RankState.FINISHED]
+    if len(left) == len(states) or not all(_stalls_in_teardown(run, states[rank]) for rank in left):
+        return
+    for rank in left:
+        yield Verdict(
+            verdict=VerdictKind.TEARDOWN_STUCK, culprits=(rank,), confidence=Basis.STACK_IN_TEARDOWN.confidence,
+            headline=f"rank {rank} does not end: it hangs in {states[rank].call}, and all others have ended",
+            evidence=(*states[rank].evidence, *_program_threads(run, rank)), step=run.step_of(rank),
+            next_steps=("look for a thread that is no daemon, a pool or a process that nobody stops before the program ends",),
+        )  # fmt: skip
+
+
+def _stalls_in_teardown(run: Run, state: Situation) -> bool:
+    has_stall = any(stack.reason.startswith(STALL) for stack in run.ranks[state.rank].stacks)
+    return state.kind == RankState.IN_TEARDOWN and has_stall
+
+
+def _program_threads(run: Run, rank: int) -> Iterator[Evidence]:
+    """Where the program's own threads are, beside the main one."""
+    stack = hang_stack(run.ranks[rank])
+    for thread in stack.threads if stack else ():
+        frame = user_frame(thread.frames, run.wrappers)
+        is_own = thread.name.startswith(RECORDER_THREADS)
+        if not (thread.is_main or is_own) and frame is not None and not is_library(frame):
+            yield Evidence.at(frame, text=f"thread {thread.name} in {frame.function}", rank=rank)
 
 
 def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:

@@ -65,7 +65,21 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
     is_stopped = any(state.kind.may_wait or state.kind == RankState.SILENT for state in states.values())
     is_equal = all(int(lane.last.min()) == int(lane.last.max()) and bool(lane.done.all()) for lane in lanes)
     has_none = not any(_had_trouble(record) or was_told(record) for record in run.ranks.values())
-    return bool(lanes) and is_equal and not edges and not is_stopped and has_none and not _lacks_end(run)
+    return (
+        bool(lanes)
+        and is_equal
+        and not edges
+        and not is_stopped
+        and has_none
+        and not _lacks_end(run)
+        and not _has_stall(run)
+    )
+
+
+def _has_stall(run: Run) -> bool:
+    """Whether a recorder saw its stall time pass without progress, and nothing newer of its rank was collected."""
+    reasons = (one.reason for record in run.ranks.values() for found in (record.dumps, record.stacks) for one in found)
+    return any(reason.startswith("stall") for reason in reasons)
 
 
 def _lacks_end(run: Run) -> bool:
