@@ -36,6 +36,7 @@ ABORTED = (
         ("dist.recv(x, rank)", Half(is_send=False, peer=None)),
         ("dist.recv(x, 7)", Half(is_send=False, peer=None)),
         ("dist.recv(x, rank // 0)", Half(is_send=False, peer=None)),
+        ("dist.recv(x, rank % 0)", Half(is_send=False, peer=None)),
         ("dist.recv(x, True)", Half(is_send=False, peer=None)),
         ("dist.recv(x, -1)", Half(is_send=False, peer=None)),
         ("dist.recv(x, 9 ** 9 ** 9)", Half(is_send=False, peer=None)),

@@ -8,8 +8,11 @@ from dataclasses import replace
 import pytest
 
 from tests.support.small_jobs import job
+from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _ended_first, _was_ended_at_work
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
+from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable
+from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import Exit, LogEvent, RankLog, RankRecord, Run
@@ -89,3 +92,30 @@ def test_the_code_of_the_rank_listed_first_names_its_ranks() -> None:
 def test_without_a_first_all_that_ended_with_the_code_are_named() -> None:
     [verdict] = by_exit_codes(run_of(ended(0, 3), ended(1, 3), ended(2, 0)))
     assert verdict.culprits == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "is_gone"), [("", True), ("S (sleeping)", True), ("gone", False), ("T (stopped)", False)]
+)
+def test_a_process_known_to_have_stopped_is_not_absent(state: str, is_gone: bool) -> None:
+    assert is_absent(RankRecord(rank=0, process_state=state)) == is_gone
+
+
+def test_calls_of_two_operations_are_compared_by_these_alone() -> None:
+    calls = {0: "ALLREDUCE|[10]|Float", 1: "ALLREDUCE|[20]|Float", 2: "BROADCAST|[10]|Float"}
+    assert _comparable(calls) == {0: "ALLREDUCE", 1: "ALLREDUCE", 2: "BROADCAST"}
+    assert _comparable({0: calls[0], 1: calls[1]}) == {0: calls[0], 1: calls[1]}
+
+
+def test_both_sides_of_a_mismatch_say_whether_theirs_returned() -> None:
+    top = diagnose(job("0 1: all_reduce@1 all_reduce@2?\n2: all_reduce@1 broadcast@3 all_reduce@2?"))[0]
+    assert [item.text for item in top.evidence[:2]] == [
+        "issued broadcast(4, Float) as #2, returned, in step",
+        "issued all_reduce(4, Float) as #2 (and 1 more rank), pending or failed, in step",
+    ]
+
+
+def test_splits_are_told_in_full() -> None:
+    text = "0 1 2: all_to_all@5?\nsplits 0: world#1 4,4,4 4,4,4\nsplits 1: world#1 4,4,9 4,4,4\nsplits 2: world#1 4,4,4 4,4,4"
+    told = diagnose(job(text))[0].evidence[0].text
+    assert told == "sends [4, 4, 9], expects [4, 4, 4] (elements to and from ranks 0, 1, 2)"
