@@ -7,6 +7,7 @@ import re
 from titan_ckpt.errors import UsageError
 
 _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_LONG_HOURS = 48  # from here on a duration is in days
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
@@ -40,8 +41,8 @@ def format_size(size_bytes: float) -> str:
 def format_duration(seconds: float) -> str:
     """`seconds` with two units at most.
 
-    >>> format_duration(0.0123), format_duration(75), format_duration(7260)
-    ('12 ms', '1 min 15 s', '2 h 1 min')
+    >>> format_duration(0.0123), format_duration(75), format_duration(7260), format_duration(300_000)
+    ('12 ms', '1 min 15 s', '2 h 1 min', '3 d 11 h')
     """
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -51,4 +52,4 @@ def format_duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
+    return f"{hours} h {minutes} min" if hours < _LONG_HOURS else f"{hours // 24} d {hours % 24} h"
