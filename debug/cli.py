@@ -17,6 +17,7 @@ from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.no_culprit import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
+from titan_ckpt.debug.diagnosis.seen_situations import seen_situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.read.reader import open_run
@@ -151,7 +152,10 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse.Namespace) -> None:
     """The page and the trace, where they are asked for."""
     if arguments.html is not None:
-        page = report_html(evidence, verdicts, situations(evidence), time.time())
+        top = verdicts[0]
+        blamed, waiters = top.culprits or top.suspects, (waiter for waiter, _ in top.chain)
+        states = seen_situations(evidence, situations(evidence), blamed, waiters)
+        page = report_html(evidence, verdicts, states, time.time())
         write_picture(arguments.html, page, is_forced=arguments.force)
         write_note(f"wrote {arguments.html}")
     if arguments.perfetto is not None:

@@ -111,7 +111,7 @@ class TitanApp(App[None]):
         self._repaint()
         self.theme_changed_signal.subscribe(self, lambda _: self._repaint())
         self.set_interval(FOLLOW_S / 2, self._tick)
-        self.set_interval(1.0, self._paint_verdict)
+        self.set_interval(1.0, self._paint_bars)
 
     def on_unmount(self) -> None:
         self._loader.close()
@@ -132,7 +132,7 @@ class TitanApp(App[None]):
             self.query_one("#panes", ContentSwitcher).current = f"pane-{number}"
             self.pane.lay_out()
         self.screen.set_focus(self.pane.body)
-        self.query_one(TabBar).show_tabs(self.pane.number)
+        self._paint_bars()
         self.show_status("")
 
     def action_screen_number(self, number: int) -> None:
@@ -217,8 +217,7 @@ class TitanApp(App[None]):
         Textual would queue it at the focused widget: of keys that arrive together, those after `/` would be taken for commands.
         """
         if isinstance(event, events.Key) and not event.is_forwarded:
-            if event.key != "ctrl+c":
-                self._is_interrupted = False
+            self._is_interrupted &= event.key == "ctrl+c"
             if self._status_text:
                 self.show_status("")
             if self.focused is None and len(self.screen_stack) == 1 and self.query(Prompt):
@@ -230,7 +229,7 @@ class TitanApp(App[None]):
     def _on_loaded(self) -> None:
         self.pane.update_rows()
         self._paint_status()
-        self._paint_verdict()
+        self._paint_bars()
 
     def _tick(self) -> None:
         """Look again every FOLLOW_S, and twice as often where a verdict on a live job has to be confirmed."""
@@ -330,10 +329,10 @@ class TitanApp(App[None]):
         if incident is None:
             self.show_status(f"no report to export: {self.session.incident.text}")
             return
-        write = partial(export_report, incident, self.session.clock())
 
         def export(path: str) -> None:
-            self.on_pane_work(Pane.Work("writing the report", partial(write, path), self.show_status))
+            write = partial(export_report, incident, self.session.clock(), path)
+            self.on_pane_work(Pane.Work("writing the report", write, self.show_status))
 
         self.ask(EXPORT_HINT, report_name(incident), export)
 
@@ -376,15 +375,16 @@ class TitanApp(App[None]):
         keys = (*_COMMON_KEYS, *self.pane.useful_keys())
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 
-    def _paint_verdict(self) -> None:
-        """The bar on top of every screen; none any more while the program ends."""
-        for bar in self.query(VerdictBar):
+    def _paint_bars(self) -> None:
+        """The bars on top of every screen; none any more while the program ends, no tab while another session is opened."""
+        shown = (pane.number for pane in self.query(Pane) if pane.display)
+        for number, tabs, bar in zip(shown, self.query(TabBar), self.query(VerdictBar), strict=False):
+            tabs.show_tabs(number, self.session.empty_screens)
             bar.show_verdict(self.session)
 
     def _repaint(self) -> None:
         """Paint all lines anew: the size or the colours have changed, or another program wrote on the terminal."""
-        self.query_one(TabBar).show_tabs(self.pane.number)
-        self._paint_verdict()
+        self._paint_bars()
         self._paint_status()
         for widget in (self.screen, *self.query("LineView, OneLine")):
             widget.refresh()

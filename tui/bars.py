@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from rich.text import Text
 from textual import events
@@ -36,15 +36,15 @@ class TabBar(OneLine):
         super().__init__(id="tabs")
         self._current = 1
 
-    def show_tabs(self, current: int) -> None:
-        """Name the screens, the current one in brackets and in colour."""
+    def show_tabs(self, current: int, empty: Container[int] = ()) -> None:
+        """Name the screens, the current one in brackets and in colour; the numbers of those that are `empty` are not coloured."""
         self._current = current
         text = tabs_text(current, self.app.size.width)
         tabs, place = Text(text, no_wrap=True), text.index("[")
         roles = looks_of(self.app.current_theme).roles
-        tabs.stylize(roles[Role.DIM])
-        for number in re.finditer(r"\d", text):
-            tabs.stylize(roles[Role.GOOD], *number.span())
+        for tab in re.finditer(r"(\d)(?: \w+)?", text):
+            is_empty = int(tab[1]) in empty
+            tabs.stylize(roles[Role.DIM if is_empty else Role.GOOD], *tab.span(0 if is_empty else 1))
         tabs.stylize(roles[Role.BOLD] + roles[Role.GOOD], place, text.index("]") + 1)
         self.show_text(tabs)
 

@@ -10,7 +10,7 @@ from textual.app import App, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.command import CommandPalette, Hit, Hits, Provider
 
-from titan_ckpt.tui.goto import places
+from titan_ckpt.tui.goto import places, state_of
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session.session import Session
 
@@ -40,9 +40,7 @@ class Palette(CommandPalette):
 def system_commands(app: App[Any], show_screen: Callable[[int], None]) -> Iterator[SystemCommand]:
     """Commands of the palette: every screen, and the keys that all screens share."""
     for pane in PANES:
-        yield SystemCommand(
-            f"{pane.number} {pane.label}", f"show screen {pane.number}", partial(show_screen, pane.number)
-        )
+        yield SystemCommand(f"{pane.number} {pane.label}", pane.purpose, partial(show_screen, pane.number))
     for title, what, action in SHARED_COMMANDS:
         yield SystemCommand(title, what, partial(app.run_action, action))
 
@@ -64,7 +62,7 @@ class Jumps(Provider):
         app, query = self.app, query.strip()
         if isinstance(app, Jumper):
             for text, what in places(app.session, query):
-                yield Hit(1.0, what, _jump(app, text), text=what)
+                yield Hit(1.0, what, _jump(app, text), text=what, help=state_of(app.session, text))
         matcher = self.matcher(query)
         for name in sorted(app.available_themes):
             score = matcher.match(f"theme {name}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.rows import RowLink
 from titan_ckpt.tui.session.session import Session
 
 HINT = "go to a rank (12), an operation (#7), a step (step 40), a host (node3) or a time (14:05:30)"
 _SCREENS_OF_RANKS = (2, 3, 6)
-_MOST_HOSTS = 8
+_MOST_HOSTS, _MOST_RANKS = 8, 16
 _TIME = re.compile(r"\d+:\d+.*")
 
 
@@ -61,10 +61,28 @@ def places(session: Session, query: str) -> Iterator[tuple[str, str]]:
             is_meant = not query.startswith(("#", "rank", "step")) or text == query
             if is_meant and link_to(session, text, 0) is not None:
                 yield text, f"go to {name} {text.removeprefix(f'{name} ')}"
+    elif incident is not None and len(query) > 1 and (query in "rank" or query in "culprit"):
+        yield from ((f"rank {rank}", f"go to rank {rank}") for rank in _first_ranks(incident))
     if is_time(query) and session.logs.value is not None:
         yield query, f"go to the log lines of {query}"
     if incident is not None and query:
         yield from ((host, f"go to host {host}") for host in _hosts(incident, query))
+
+
+def _first_ranks(incident: Incident) -> list[int]:
+    """The ranks at fault, then the others from the first on."""
+    others = (rank for rank in sorted(incident.states) if rank not in incident.top.culprits)
+    return [*incident.top.culprits, *others][:_MOST_RANKS]
+
+
+def state_of(session: Session, text: str) -> str:
+    """What the rank that `text` names was doing; "" if it names none."""
+    incident, match = session.incident.value, re.fullmatch(r"rank (\d{1,18})", text)
+    state = incident.states.get(int(match[1])) if incident is not None and match else None
+    if incident is None or state is None:
+        return ""
+    mark = "culprit: " if state.rank in incident.top.culprits else ""
+    return f"{mark}{SITUATIONS[state.kind].label}{state.where}"
 
 
 def _hosts(incident: Incident, start: str) -> list[str]:

@@ -129,7 +129,7 @@ def _party(run: Run, party: Alike) -> Sequence[str]:
     frame, step = state.frame.place if state.frame else "", run.step_of(rank)
     record = run.ranks[rank]
     return (
-        party.label, party.mark, f"{state.kind}{f': {state.call}' if state.call else ''}".replace("_", " "), frame,
+        party.label, party.mark, f"{state.kind.replace('_', ' ')}{f': {state.call}' if state.call else ''}", frame,
         _operation(run, record), "" if step is None else str(step), _place(record),
     )  # fmt: skip
 

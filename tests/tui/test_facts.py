@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,19 @@ import pytest
 
 from tests.support.small_jobs import job
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Group
 from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, LATE, SILENT
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_incident
+from titan_ckpt.tui.data.mesh import with_coordinates
 from titan_ckpt.tui.data.metrics import parse_metric_lines
 from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.data.timeline import build_time_grid
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
+from titan_ckpt.tui.pictures.timeline import bars_rows
 from titan_ckpt.tui.rows import Role, fitted, row, truncate, truncate_start, wrapped
-from titan_ckpt.tui.screens.grid import grid_of
+from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.groups import group_rows, member_rows
 from titan_ckpt.tui.screens.waits import wait_rows
 from tools.paths import DATA
@@ -81,6 +86,13 @@ def test_a_rank_waits_in_what_it_has_not_ended(incident: Incident) -> None:
             assert bool(pending(table[rows]).any()) != edge.is_after, edge
 
 
+def test_ranks_that_wait_are_shown_as_waiting(incident: Incident) -> None:
+    """Also where nothing but the recorder shows it, and where the main thread is in `.item()` or `backward()`."""
+    elsewhere = (RankState.ON_CPU, RankState.IN_TORCH, RankState.UNKNOWN)
+    waiting = {edge.waiter for edge in incident.edges} & set(incident.wait_of) - set(incident.top.culprits)
+    assert not [rank for rank in waiting if incident.states[rank].kind in elsewhere]
+
+
 def test_only_the_verdict_s_ranks_are_marked_as_different(incident: Incident) -> None:
     top = incident.top
     for lane in incident.lanes:
@@ -98,7 +110,7 @@ def test_of_an_unknown_rank_no_screen_counts_operations(incident: Incident) -> N
         if incident.is_p2p(lane):
             continue
         grid, name = grid_of(incident, lane), incident.name_of(lane)
-        line = next(row.text for row in group_rows(incident, 300) if row.text.startswith(f"{name} "))
+        line = next(row.text for row in group_rows(incident, 300) if row.link is not None and row.link.group == name)
         for place in np.flatnonzero(lane.is_silent).tolist():
             rank, codes = lane.members[place], set(grid.codes[place].tolist())
             assert ABSENT not in codes
@@ -140,6 +152,49 @@ def test_skewed_clocks_are_no_lateness(packed: Path) -> None:
     assert LATE not in grid_of(found, lane).codes
     rows = [row.text for rank in lane.members for row in operation_rows(found, lane, lane.first_seq, rank, 80)]
     assert not [text for text in rows if " after the first" in text]
+    bars = build_time_grid(found.run, lane, grid_of(found, lane), None, 80, found.clock_offsets(lane))
+    assert bars is not None
+    assert (np.abs(bars.codes.astype(int) - bars.codes[0]).sum(axis=1) < 8).all()  # but for the width of a cell
+    labels = [f"{rank:<3}" for rank in (0, 9)]
+    lines = [row.text[1:] for row in bars_rows(found, 100, 40)]
+    first, ninth = (next(line for line in lines if line.startswith(label)).rstrip()[3:] for label in labels)
+    assert abs(len(first) - len(ninth)) < 3
+
+
+def test_a_mesh_is_read_off_the_groups(packed: Path) -> None:
+    found = load_incident(str(packed / "nccl/hsdp_cross_deadlock")).run
+    assert dict(found.ranks[5].coordinates) == {"rep": 1, "shard": 1}
+    one_group = load_incident(str(packed / "nccl/two_ranks_swap")).run
+    assert not any(record.coordinates for record in one_group.ranks.values())
+
+
+def test_flattened_axes_are_no_axes_of_the_mesh() -> None:
+    text = "0 1 2 3 4 5 6 7: all_reduce\n"
+    axes = {"mesh_pp": (4, 2, 2), "mesh_dp": (2, 2, 4), "mesh_tp": (1, 2, 1)}
+    text += "group mesh_pp: 0 4\ngroup mesh_dp: 0 2\ngroup mesh_tp: 0 1\n"
+    run = job(f"\n{text}")
+    groups = [Group(name="world", members=tuple(range(8)))]
+    for name, (stride, size, _) in axes.items():
+        starts = [rank for rank in range(8) if rank // stride % size == 0]
+        groups += [Group(name=f"{name}{i}", description=name, members=(i, i + stride)) for i in starts]
+    groups += [Group(name=f"flat{i}", description="mesh_dp_tp", members=tuple(range(i, i + 4))) for i in (0, 4)]
+    found = with_coordinates(replace(run, groups=tuple(groups)))
+    assert dict(found.ranks[6].coordinates) == {"pp": 1, "dp": 1, "tp": 0}
+    lopsided = replace(run, groups=tuple(groups[:2]))
+    assert with_coordinates(lopsided) is lopsided
+
+
+def test_sends_and_receives_have_a_line_among_the_groups(packed: Path) -> None:
+    found = load_incident(str(packed / "nccl/pp_missing_send"))
+    (line,) = [row.text for row in group_rows(found, 120) if row.text.startswith("pp send/recv ")]
+    assert line.endswith("1 left a half out; 0,2-3 wait")
+    assert [row.text.split()[-1] for row in member_rows(found, "pp send/recv", 80)][1:2] == ["send/recv"]
+    assert "waits in   all_reduce #6 of group default_pg" in [row.text for row in rank_rows(found, 1, 80)]
+
+
+def test_many_ranks_seen_alike_are_one_line(packed: Path) -> None:
+    found = load_incident(str(packed / "nccl/ok_skew_300ms"))
+    assert [row.text for row in wait_rows(found, 100)] == ["as last seen", "  - 16 ranks: 0-15 · no stack"]
 
 
 def test_ranks_wait_for_one_that_was_killed_inside_the_operation() -> None:

@@ -134,7 +134,7 @@ async def test_the_palette_leads_to_a_screen() -> None:
         await press(app, pilot, "ctrl+p")
         await pilot.press(*"Waits")
         await pilot.pause()
-        while "show screen 6" not in screen_text(app):
+        while "who waits for whom" not in screen_text(app):
             await pilot.pause(0.05)
         await pilot.press("down", "enter")
         while app.pane.number != 6:
@@ -157,6 +157,15 @@ async def test_the_palette_leads_to_steps_and_times() -> None:
             assert app.pane.number == number
             assert line in app.pane.text_to_copy()
         assert [hit.text async for hit in Jumps(app.screen).search("step 4000")] == []
+
+
+async def test_the_palette_knows_ranks_by_the_word() -> None:
+    app = app_of("flight_recorder/skip")
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        found = [(hit.text, hit.help) async for hit in Jumps(app.screen).search("rank")]
+        assert [text for text, _ in found] == [f"go to rank {rank}" for rank in (2, 0, 1, 3)]
+        assert found[0][1] == "culprit: waiting in a collective at /srv/job/faults.py:122"
 
 
 async def test_page_keys_of_the_palette_are_safe() -> None:

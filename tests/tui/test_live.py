@@ -81,7 +81,7 @@ async def test_the_bar_of_a_live_job_says_when_it_was_looked_at(
         await settled(app, pilot)
         for later_s, age in ((0, "looked 0 s ago"), (20, "looked 20 s ago"), (70, "looked 1 min 30 s ago")):
             now[0] += later_s
-            app._paint_verdict()
+            app._paint_bars()
             await settled(app, pilot)
             bar = screen_text(app).splitlines()[1]
             assert bar.split()[0] == "RUNNING"

@@ -25,7 +25,7 @@ from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.standing import confidence_word, standing
 from titan_ckpt.tui.goto import link_to, places
 from titan_ckpt.tui.rows import RowLink
-from titan_ckpt.tui.screens.grid import grid_of
+from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Loadable, Session
@@ -166,7 +166,7 @@ def test_equal_waiting_ranks_are_one_line(skip: Incident) -> None:
     large = replace(skip, run=run, states=states, edges=edges, verdicts=(replace(skip.top, culprits=(0,)),))
     lines = [row.text.strip() for row in wait_rows(large, 120)]
     assert len(lines) == 2
-    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waits in collective #7 of group default_pg")
+    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waits in all_reduce #7 · default_pg")
 
 
 def session_of(incident: Incident) -> Session:

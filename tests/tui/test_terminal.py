@@ -65,7 +65,7 @@ def test_every_mark_is_there_with_and_without_colour(
     with opened("pty", INCIDENTS / "skip", tmp_path, COLORTERM="truecolor", **environment) as terminal:
         assert isinstance(terminal, PseudoTerminal)
         screen = see(terminal, "waiting in a collective")
-        for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "ww!w", "culprit: rank 2"):
+        for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "0w 1w 2! 3w", "culprit: rank 2"):
             assert mark in screen
         assert bool(hues(terminal.raw)) == is_coloured
         terminal.press("2")

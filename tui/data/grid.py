@@ -35,6 +35,7 @@ GLYPHS: Sequence[Glyph] = (
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
 _LAST_ENDS = 32
+_MOST_NAMED = 32  # columns
 _BLOCK_ROWS, _BLOCK_COLUMNS = 256, 512
 
 
@@ -44,7 +45,7 @@ class Grid:
 
     Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0: the first one `first_ns` after the
     first operation, column `stop` where the last rank began to wait (-1: not among them). `stand`: the column of the operation
-    in which the group stands (-1: not among them).
+    in which the group stands (-1: not among them). `operations`: the usual one of each column, where there are few columns.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Grid:
     first_ns: int = 0
     stop: int = -1
     stand: int = -1
+    operations: tuple[str, ...] = ()
     labels: Mapping[int, str] | None = None
 
     @property
@@ -88,8 +90,24 @@ def build_grid(run: Run, lane: Lane) -> Grid:
         members=np.array(lane.members, np.int64),
         codes=codes,
         first=lane.first_seq,
+        operations=_usual_operations(run, lane),
         labels=coordinate_labels(run, lane.members),
     )
+
+
+def _usual_operations(run: Run, lane: Lane) -> tuple[str, ...]:
+    """What most ranks issued under each number; () where there are too many numbers to name each."""
+    if lane.row.shape[1] > _MOST_NAMED:
+        return ()
+    names = []
+    for column in range(lane.row.shape[1]):
+        signature = lane.signature[:, column]
+        places = np.flatnonzero(
+            (signature >= 0) & (signature == usual_signature(signature)) & (lane.row[:, column] >= 0)
+        )
+        at = int(places[0]) if len(places) else -1
+        names.append(run.operation(lane.members[at], int(lane.row[at, column])).op if at >= 0 else "")
+    return tuple(names)
 
 
 def build_p2p_grid(run: Run, lane: Lane, missing: Mapping[int, int], different: Mapping[int, int]) -> Grid:

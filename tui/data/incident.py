@@ -13,6 +13,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.rank_state import situations
+from titan_ckpt.debug.diagnosis.seen_situations import seen_situations
 from titan_ckpt.debug.diagnosis.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
@@ -21,6 +22,7 @@ from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, waits
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.grid import clock_offsets
+from titan_ckpt.tui.data.mesh import with_coordinates
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -113,12 +115,26 @@ class Incident:
         """What the ranks wait in, equal waits together."""
         return tuple(waits(self.run))
 
+    @cached_property
+    def wait_of(self) -> dict[int, Wait]:
+        """What each rank waits in."""
+        return {rank: wait for wait in self.waits for rank in wait.ranks}
+
     def clock_offsets(self, lane: Lane) -> Floats:
         """How far the clock of each member of a lane is ahead, in ns; computed once, as a lane may have thousands."""
         place = next(i for i, other in enumerate(self.lanes) if other is lane)
         if place not in self._offsets:
             self._offsets[place] = clock_offsets(self.run, lane)
         return self._offsets[place]
+
+    @cached_property
+    def clocks_ahead(self) -> dict[int, int]:
+        """How far clocks are ahead, in ns, by rank: of the members of the largest group."""
+        lanes = self.lanes[: len(self.lanes) - self.num_p2p_lanes]
+        lane = max(lanes, key=lambda lane: len(lane.members), default=None)
+        return (
+            {} if lane is None else dict(zip(lane.members, self.clock_offsets(lane).astype(int).tolist(), strict=True))
+        )
 
     @cached_property
     def _offsets(self) -> dict[int, Floats]:
@@ -184,12 +200,13 @@ def diagnosed(run: Run) -> Incident:
     found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))
     edges = tuple(told_waits(run, wait_edges(run, found, states), verdicts[0]))
+    blamed = verdicts[0].culprits or verdicts[0].suspects
     return Incident(
-        run=run,
+        run=with_coordinates(run),
         verdicts=verdicts,
         lanes=(*(with_odd_splits(run, with_odd_marked(run, lane, verdicts[0]), verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
-        states=states,
+        states=seen_situations(run, states, blamed, {edge.waiter for edge in edges}),
         edges=edges,
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),

@@ -100,7 +100,8 @@ def stuck_text(incident: Incident, now_s: float | None) -> str:
     until = now_s if now_s is not None else incident.last_sign_ns / 1e9
     if incident.top.verdict in _NO_STANDSTILL or not began or until - began < 1:
         return ""
-    return f"stuck for {format_duration(until - began)}"
+    word = "stopped" if incident.top.verdict == VerdictKind.RANK_DIED else "stuck"
+    return f"{word} for {format_duration(until - began)}"
 
 
 def process_text(incident: Incident, rank: int) -> str:

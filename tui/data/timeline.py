@@ -10,7 +10,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import Array, Run
 from titan_ckpt.debug.incident.waits import began_ns
-from titan_ckpt.tui.data.arrays import Ints
+from titan_ckpt.tui.data.arrays import Floats, Ints
 from titan_ckpt.tui.data.grid import ABSENT, BLANK, PENDING, RUNNING, Codes, Grid, created_ns
 from titan_ckpt.tui.rows import Glyph, Role
 
@@ -56,12 +56,13 @@ class Window:
         return Window(start=self.start + by, end=self.end + by)
 
 
-def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int) -> Window | None:
+def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int, ahead: Mapping[int, int]) -> Window | None:
     """From the 24th operation before the end to a third after the last one that was issued; None if no times are known.
 
-    `last_sign_ns`: the job's last recorded sign of life.
+    `last_sign_ns`: the job's last recorded sign of life. `ahead`: how far clocks are ahead, in ns, by rank.
     """
-    issued = [np.sort(times[times > 0]) for rank in ranks if len(times := run.ranks[rank].operations["created_ns"])]
+    known = ((rank, run.ranks[rank].operations["created_ns"]) for rank in ranks)
+    issued = [np.sort(times[times > 0]) - ahead.get(rank, 0) for rank, times in known]
     issued = [times for times in issued if len(times)]
     if not issued:
         return None
@@ -71,12 +72,12 @@ def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int) -> Window | N
     return Window(start=min(start, last), end=max(min(last_sign_ns, last + room), last + room // 4))
 
 
-def whole_window(run: Run, ranks: Iterable[int]) -> Window | None:
-    """All recorded operations, and the wait after them."""
+def whole_window(run: Run, lane: Lane, ahead: Floats) -> Window | None:
+    """All recorded operations of a lane's ranks, and the wait after them. `ahead`: how far the clock of each is ahead, in ns."""
     first, last = 0, 0
-    for rank in ranks:
+    for rank, by in zip(lane.members, ahead.astype(np.int64).tolist(), strict=True):
         times = run.ranks[rank].operations["created_ns"]
-        times = times[times > 0]
+        times = times[times > 0] - by
         if len(times):
             first = min(first or int(times[0]), int(times.min()))
             last = max(last, int(times.max()))
@@ -112,28 +113,38 @@ def time_codes(created: Ints, completed: Ints, codes: Codes, window: Window, cel
     return found
 
 
-def build_time_grid(run: Run, lane: Lane, sequence: Grid, window: Window | None, cells: int) -> Grid | None:
+def build_time_grid(
+    run: Run, lane: Lane, sequence: Grid, window: Window | None, cells: int, ahead: Floats
+) -> Grid | None:
     """The heatmap `sequence` over wall time, in `cells` columns; without a window, all of it. None without recorded times.
 
-    What is pending, or absent at a rank while others wait for it, reaches to the right edge.
+    What is pending, or absent at a rank while others wait for it, reaches to the right edge. `ahead`: how far the clock of each
+    rank is ahead, in ns; without it the hosts' clocks would look like ranks that are late.
     """
-    whole = whole_window(run, lane.members)
+    whole = whole_window(run, lane, ahead)
     if whole is None:
         return None
     shown = window or whole
     codes = np.zeros((len(lane.members), cells), np.uint8)
-    for i, rank in enumerate(lane.members):
-        created, states = created_ns(run, rank, lane.row[i]), sequence.codes[i]
-        codes[i] = time_codes(created, _completed_ns(run, rank, lane.row[i]), states, shown, cells)
+    began = 0
+    for i, (rank, by) in enumerate(zip(lane.members, ahead.astype(np.int64).tolist(), strict=True)):
+        created, states = _moved(created_ns(run, rank, lane.row[i]), by), sequence.codes[i]
+        codes[i] = time_codes(created, _moved(_completed_ns(run, rank, lane.row[i]), by), states, shown, cells)
+        began = max(began, int(created[(states == PENDING) | (states == RUNNING)].max(initial=0)))
         if len(states) and int(states.max()) == ABSENT:
             last = shown.cell(int(created.max()), cells)
             codes[i, min(max(last + 1, 0), cells) :] = ABSENT
-    began = began_ns(run)
+    began = began or began_ns(run)
     stop = shown.cell(began, cells) if began else -1
     return Grid(
         name=sequence.name, members=sequence.members, codes=codes, bin_ns=max(shown.length // cells, 1),
         first_ns=shown.start - whole.start, stop=stop, labels=sequence.labels,
     )  # fmt: skip
+
+
+def _moved(times: Ints, by: int) -> Ints:
+    """`times` by a clock that is `by` ns ahead; 0 stays unknown."""
+    return np.where(times > 0, times - by, 0)
 
 
 def _completed_ns(run: Run, rank: int, row: Array) -> Ints:
@@ -143,12 +154,13 @@ def _completed_ns(run: Run, rank: int, row: Array) -> Ints:
     return np.where(row >= 0, table["completed_ns"][row], 0).astype(np.int64)
 
 
-def rank_codes(table: Array, window: Window, cells: int) -> Codes:
-    """A rank's operations of all groups over time: done, or waiting."""
+def rank_codes(table: Array, window: Window, cells: int, ahead: int = 0) -> Codes:
+    """A rank's operations of all groups over time: done, or waiting. `ahead`: how far its clock is ahead, in ns."""
     is_done = table["retired"] | (table["state"] == 2)
     codes = np.where(is_done, 1, PENDING).astype(np.uint8)
-    created = table["created_ns"].astype(np.int64)
-    return time_codes(created, np.where(is_done, table["completed_ns"], 0).astype(np.int64), codes, window, cells)
+    created = _moved(table["created_ns"].astype(np.int64), ahead)
+    completed = _moved(np.where(is_done, table["completed_ns"], 0).astype(np.int64), ahead)
+    return time_codes(created, completed, codes, window, cells)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titan_ckpt.console.units import format_duration
+from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.metrics import Goodput, Metrics
 from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
-from titan_ckpt.tui.rows import Role, Row, TextSpan, head, row, truncate
+from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, head, row
 
 GUTTER = 10
 SMOOTHINGS = (0.0, 0.6, 0.9)
@@ -121,17 +121,43 @@ def _marks(marks: Mapping[str, Sequence[float]], columns: int, over: Range) -> l
     return [(text, Role.NOTE)] if text else []
 
 
-def value_rows(metrics: Metrics, spot: float | None, width: int) -> Iterator[Row]:
-    """Every value at a step, the newest if none is chosen."""
+def value_rows(metrics: Metrics, spot: float | None, width: int, other: Metrics | None = None) -> Iterator[Row]:
+    """Every value at a step, the newest if none is chosen; beside it that of another run at the same step."""
     if not len(metrics.steps):
         return
     place = int(np.abs(metrics.steps - spot).argmin()) if spot is not None else len(metrics.steps) - 1
     yield row(("step ", Role.DIM), (number(float(metrics.steps[place])), Role.BOLD))
-    longest = min(max((len(title) for title, _ in metrics.panels()), default=0), max(width - 10, 8))
+    longest = min(max((len(title) for title, _ in metrics.panels()), default=0), max(width - 22, 8))
+    others = _values_at(other, float(metrics.steps[place])) if other is not None else {}
     for title, values in metrics.panels():
-        value = float(values[place])
-        text = number(value) if np.isfinite(value) else "-"
-        yield row((f"{truncate(title, longest):<{longest}}  ", Role.DIM), text)
+        beside = f"  {with_unit(title, others[title])}" if title in others else ""
+        yield row((fitted(title, longest), Role.DIM), f"  {with_unit(title, float(values[place])):>9}",
+                  (beside, Role.NOTE))  # fmt: skip
+
+
+def _values_at(metrics: Metrics, step: float) -> dict[str, float]:
+    """The values of a step; {} if the run did not log it."""
+    place = int(np.searchsorted(metrics.steps, step))
+    is_there = place < len(metrics.steps) and metrics.steps[place] == step
+    return {title: float(values[place]) for title, values in metrics.panels()} if is_there else {}
+
+
+def with_unit(title: str, value: float) -> str:
+    """A value as one reads it: durations and sizes with their unit, which their name tells.
+
+    >>> with_unit("data wait, s", 0.012), with_unit("memory, bytes", 3.79e8), with_unit("loss", 2.5)
+    ('12 ms', '379 MB', '2.5')
+    """
+    if not np.isfinite(value):
+        return "-"
+    name = title.partition(" (")[0]
+    if name.endswith(("bytes_per_s", "bytes/s")):
+        return f"{format_size(value)}/s"
+    if name.endswith("bytes"):
+        return format_size(value)
+    if name.endswith((", s", "_s")) and not name.endswith("_per_s"):
+        return f"{value * 1000:.2g} ms" if 0 < abs(value) < 0.01 else format_duration(value)
+    return number(value)
 
 
 _SHARES = (("steps", "━", Role.GOOD), ("data", "━", Role.NOTE), ("saves", "━", Role.WARN), ("redone", "━", Role.BAD),

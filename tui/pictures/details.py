@@ -52,10 +52,25 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
     yield from fact("step", _step_text(record), width)
     yield from fact("exit", _exit_text(record), width)
+    yield from fact(*_newest(incident, record), width, link=RowLink(screen=2, rank=rank))
     yield from _wait_rows(incident, rank, width)
     if state.frame is not None:
         yield from fact("line", str(state.frame), width, link=link, at=_at(state.frame))
     yield from _stack_rows(record, width)
+
+
+def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
+    """What a rank waits in, else its last operation."""
+    wait = incident.wait_of.get(record.rank)
+    at = int(record.operations["created_ns"].argmax()) if len(record.operations) else -1
+    op = wait.operation if wait is not None else incident.run.operation(record.rank, at) if at >= 0 else None
+    if op is None:
+        return "last op", ""
+    number = f" #{op.seq}" if op.seq >= 0 else ""
+    return (
+        "waits in" if wait is not None else "last op",
+        f"{op.op}{number} of group {op.group}{'' if wait else ', done'}",
+    )
 
 
 def _step_text(record: RankRecord) -> str:
@@ -176,8 +191,9 @@ def link_rows(incident: Incident, link: RowLink | None, logs: LogIndex | None, w
         yield row()
     if rank is not None:
         yield from rank_rows(incident, rank, width)
-    elif incident.top.headline:
-        yield from (row(line) for line in wrapped(incident.top.headline, width))
+    elif incident.lanes:
+        lane = incident.lanes[0]
+        yield from operation_rows(incident, lane, incident.stands_at(lane), lane.members[0], width)
 
 
 def _at(frame: Frame) -> tuple[str, int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
 
 _MOST_RANKS = 4096
+MOST_NUMBERED = 64  # ranks
 
 
 def mesh_axes(incident: Incident) -> list[str]:
@@ -39,6 +40,15 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         yield row((sizes, Role.BOLD), (f"  {how}", Role.DIM))
     labels = {key: " ".join(f"{axis}{i}" for axis, i in zip(axes[:-2], key, strict=True)) for key in blocks}
     before = max(map(len, labels.values())) + 2 if any(labels.values()) else 0
+    digits = len(str(max(incident.run.ranks)))
+    longest = max(sum((digits + 2) * len(ranks) + 1 for ranks in of_key.values()) for of_key in blocks.values())
+    if len(incident.run.ranks) <= MOST_NUMBERED and before + longest <= width:
+        for key, of_key in sorted(blocks.items()):
+            blank: TextSpan = (" ", Role.PLAIN)
+            cells = (span for ranks in of_key.values() for span in (*numbered(incident, ranks, digits), blank))
+            first = next(iter(of_key.values()))[0]
+            yield row((f"{labels[key]:<{before}}", Role.DIM), *cells, link=RowLink(screen=4, rank=first))
+        return
     for key, of_key in sorted(blocks.items()):
         yield from _line(incident, labels[key], before, of_key, width)
 
@@ -55,6 +65,15 @@ def _line(incident: Incident, label: str, before: int, blocks: Mapping[int, list
         spans.append((" ", Role.PLAIN))
         used += len(ranks) + 1
     yield row((f"{label:<{before}}", Role.DIM), *spans, link=RowLink(screen=4, rank=first))
+
+
+def numbered(incident: Incident, ranks: Iterable[int], digits: int) -> Iterator[TextSpan]:
+    """Ranks with their numbers, each before the character of its state: `0w 1! `."""
+    for rank in ranks:
+        char, role = cell(incident, rank)
+        is_marked = rank in incident.top.culprits
+        yield f"{rank:>{digits}}", role if is_marked else Role.DIM
+        yield f"{char} ", role
 
 
 def cell(incident: Incident, rank: int) -> TextSpan:

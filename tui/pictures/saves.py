@@ -14,7 +14,7 @@ from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.metrics import Metrics
 from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepState
 from titan_ckpt.tui.pictures.details import fact
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, head, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, counted, head, row, truncate
 
 _MOST_SAVES, _LARGEST = 12, 6
 _WITH_SIZES = 62  # narrower, the sizes are in the list alone
@@ -86,7 +86,7 @@ def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> 
     )
     yield from fact("created", manifest.created, width)
     yield from fact("mesh", str(manifest.mesh or "not recorded"), width)
-    yield from fact("size", f"{format_size(manifest.size_bytes)} in {len(manifest.files):,} files", width)
+    yield from fact("size", f"{format_size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}", width)
     yield from fact("tensors", f"{len(manifest.tensors):,}, other values {len(manifest.objects):,}", width)
     yield from fact("dtypes", _dtypes(opened), width)
     yield from fact("codecs", ", ".join(sorted(set(manifest.codecs))), width)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.tui.data.grid import PENDING
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, ranks_text, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
 
 _FEW_RANKS = 24
+_MOST_ALIGNED = 1024  # ranks whose clocks are compared
 _STOP = "╎"
 
 
@@ -34,7 +38,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     """A row per rank, or per party of ranks in one state, with an axis above."""
     run, shown = incident.run, parties(incident, max(height - 5, 1))
     firsts = [ranks[0] for ranks in shown]
-    window = last_window(run, firsts, incident.last_sign_ns)
+    ahead = incident.clocks_ahead if len(incident.states) <= _MOST_ALIGNED else {}
+    window = last_window(run, firsts, incident.last_sign_ns, ahead)
     if window is None:
         yield row(("no operation has a time", Role.DIM))
         return
@@ -42,25 +47,43 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     before = min(max(map(len, labels)), width // 3) + 1
     cells = max(width - before, 8)
     is_standing = incident.began_ns and incident.top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
-    stop = window.cell(incident.began_ns, cells) if is_standing else -1
+    stop = window.cell(_began_ns(incident, firsts, ahead), cells) if is_standing else -1
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
-        text = "all wait from here"
+        text = (
+            "all wait from here"
+            if all(s.kind.is_waiting for s in incident.states.values())
+            else "others wait from here"
+        )
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
         start = before + (stop - len(text) + 1 if text.endswith("▼") else stop)
         yield row((f"{'':<{start}}{truncate(text, width - start)}", Role.WARN))
     for ranks, label in zip(shown, labels, strict=True):
         is_culprit = ranks[0] in incident.top.culprits
-        codes = rank_codes(run.ranks[ranks[0]].operations, window, cells).tolist()
-        yield row((f"{truncate(label, before - 1):<{before}}", Role.BAD if is_culprit else Role.PLAIN),
+        codes = rank_codes(run.ranks[ranks[0]].operations, window, cells, ahead.get(ranks[0], 0)).tolist()
+        yield row((fitted(label, before - 1), Role.BAD if is_culprit else Role.PLAIN), " ",
                   *bar_spans(codes, stop), link=RowLink(screen=2, rank=ranks[0]), is_problem=is_culprit)  # fmt: skip
     yield row()
-    yield row(("━", Role.GOOD), " done  ", ("░", Role.WARN), " waits")
+    waits = (("░", Role.WARN), " waits") if is_standing else ()
+    yield row(("━", Role.GOOD), " done  ", *waits)
+
+
+def _began_ns(incident: Incident, ranks: Sequence[int], ahead: Mapping[int, int]) -> int:
+    """When the job stopped, by the clocks of the shown ranks where these differ."""
+    if not any(ahead.values()):
+        return incident.began_ns
+    shown = set(ranks)
+    times = [
+        int(record.operations["created_ns"][open_rows[0]]) - ahead.get(rank, 0)
+        for rank, record in incident.run.ranks.items()
+        if rank in shown and len(open_rows := np.flatnonzero(pending(record.operations)))
+    ]
+    return max(times, default=incident.began_ns)
 
 
 def _label(incident: Incident, ranks: tuple[int, ...]) -> str:
     mark = CULPRIT if ranks[0] in incident.top.culprits else " "
-    return f"{mark}{ranks[0]}" if len(ranks) == 1 else f"{mark}{ranks_text(ranks, 1)}"
+    return f"{mark}{ranks[0]}" if len(ranks) == 1 else f"{mark}{ranks_text(ranks, 3)}"
 
 
 def bar_spans(codes: Sequence[int], stop: int = -1, spot: int | None = None) -> Iterator[TextSpan]:
@@ -94,10 +117,12 @@ def step_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 
 def _step_bars(found: StepTimes, width: int) -> Iterator[Row]:
-    names = (f"median of {found.num} steps", f"since step {found.step} began")
+    names = (f"median of {counted(found.num, 'step')}", f"after step {found.step} was logged")
     before = max(map(len, names)) + 2
     longest = max(found.median_s, found.last_s, 1e-9)
     for name, seconds in zip(names, (found.median_s, found.last_s), strict=True):
+        if not seconds:
+            continue  # nothing is known after the last step
         text = f" {format_duration(seconds)}"
         room = max(width - before - len(text) - 1, 4)
         is_long = seconds > 3 * found.median_s

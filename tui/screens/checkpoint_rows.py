@@ -177,7 +177,8 @@ def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
     tensor: TensorEntry = checkpoint.manifest.by_fqn[fqn]
     offsets, sizes = checkpoint.manifest.boxes(tensor)
     holders = [chunk.file.rpartition("__")[2].partition("_")[0] for chunk in checkpoint.manifest.chunks_of(tensor)]
-    yield head(f"{fqn}: {tensor.global_shape} {tensor.dtype}; each cell shows the rank that wrote it")
+    yield head(fqn)
+    yield row((f"{tensor.global_shape} {tensor.dtype}; each cell shows the rank that wrote it", Role.DIM))
     pieces = CutBoxes(offsets=np.asarray(offsets), sizes=np.asarray(sizes), holders=holders)
     for line in draw_cut(tensor.global_shape, pieces, is_coloured=False).splitlines():
         yield row("  " + line)
@@ -260,10 +261,10 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
     cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
     yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
-    yield row(
-        f"  read      {format_size(facts.read_bytes)} in {facts.read_requests:,} requests of {facts.num_source_files:,} files"
-    )
-    yield row(f"  write     {format_size(facts.written_bytes)} in {facts.num_files:,} files of {smallest} to {largest}")
+    reads = f"{counted(facts.read_requests, 'request')} of {counted(facts.num_source_files, 'file')}"
+    yield row(f"  read      {format_size(facts.read_bytes)} in {reads}")
+    writes = f"{counted(facts.num_files, 'file')} of {smallest} to {largest}"
+    yield row(f"  write     {format_size(facts.written_bytes)} in {writes}")
     yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
     yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_groups:,} waves")
     for read in facts.largest_reads[:3]:

@@ -47,6 +47,7 @@ class CheckpointsPane(Pane):
 
     number = 7
     label = "Checkpoints"
+    purpose = "steps, sizes and damage; what is in a checkpoint"
     keys = (
         ("enter", "open"),
         ("v", "verify every byte"),

@@ -31,6 +31,7 @@ class CollectivePane(Pane):
 
     number = 3
     label = "Collective"
+    purpose = "one operation, rank by rank, with merged stacks"
     parts = (Part(name="details"),)
     keys = (("d", "compare two ranks"), ("< >", "previous, next operation"), ("enter", "what the rank waits for"))
     BINDINGS: ClassVar[list[BindingType]] = [

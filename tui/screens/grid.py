@@ -3,62 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.message import Message
 
-from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.data.grid import (
     GLYPHS,
     Grid,
     Order,
-    build_grid,
-    build_p2p_grid,
     next_stop,
     per_row_to_fit,
     sort_orders,
 )
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.p2p import different_halves, missing_halves
 from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid, whole_window
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
+from titan_ckpt.tui.pictures.timeline import bars_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
-from titan_ckpt.tui.screens.grid_rows import GridRows, Viewport, axis_text, label_width, legend_text, stretch_of
+from titan_ckpt.tui.screens.grid_rows import (
+    GridRows,
+    Viewport,
+    axis_text,
+    grid_of,
+    label_width,
+    legend_text,
+    operations_text,
+    stretch_of,
+)
 from titan_ckpt.tui.session.session import Session
-from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT, LineView
+from titan_ckpt.tui.widgets.grid_view import GridView
+from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_CELLS_AT_ONCE = 1_000_000
-
-
-class GridView(LineView):
-    """A LineView on which left and right select a column."""
-
-    @dataclass
-    class Shifted(Message):
-        """Left or right was pressed."""
-
-        by: int
-
-    def action_shift(self, by: int) -> None:
-        self.post_message(self.Shifted(1 if by > 0 else -1))
-
-
-def grid_of(incident: Incident, lane: Lane) -> Grid:
-    """The heatmap of a lane over its operations."""
-    stand = incident.stands_at(lane) - lane.first_seq
-    if not incident.is_p2p(lane):
-        return replace(build_grid(incident.run, lane), name=incident.name_of(lane), stand=stand)
-    found = build_p2p_grid(
-        incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
-    )
-    return replace(found, name=incident.name_of(lane), stand=stand)
+_AROUND, _LEAST_HEIGHT, _LEAST_BARS = (
+    5,
+    17,
+    9,
+)  # lines around the cells; of the list with its details; of the bars below
 
 
 class GridPane(Pane):
@@ -66,6 +52,7 @@ class GridPane(Pane):
 
     number = 2
     label = "Grid"
+    purpose = "every operation of every rank"
     keys = (
         ("n N", "next problem"),
         ("enter", "open"),
@@ -77,7 +64,7 @@ class GridPane(Pane):
         ("o", "order"),
         ("< >", "pan"),
     )
-    parts = (Part(name="details"),)
+    parts = (Part(name="details"), Part(name="bars", is_below=True, is_of_line=False))
     filter_hint = "filter: ranks, for example 0-7,12"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left_square_bracket", "group(-1)", show=False), Binding("right_square_bracket", "group(1)", show=False),
@@ -107,14 +94,13 @@ class GridPane(Pane):
         yield OneLine(id="legend")
 
     def state(self) -> tuple[object, ...]:
-        view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, self._height())
+        height = self.body.scrollable_content_region.height
+        view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, height)
         return (*super().state(), self.session.lane, *view)
-
-    def _height(self) -> int:
-        return self.body.scrollable_content_region.height
 
     def update_rows(self, *, force: bool = False) -> None:
         wanted = self._wanted[0] if self._wanted is not None and self._wanted[1] == self.body.cursor else None
+        self._divide()
         super().update_rows(force=force)
         if wanted is not None:
             self.move_to_rank(wanted)
@@ -127,12 +113,23 @@ class GridPane(Pane):
             "" if grid is None else f" {legend_text(grid, self.body.size.width - 1)}"
         )
 
+    def _divide(self) -> None:
+        """Under few ranks on a tall terminal show the ranks over time; the list then has the height that it needs."""
+        few = 0 if self._grid is None else len(self._grid.members) + _AROUND
+        height = max(few, _LEAST_HEIGHT)
+        is_roomy = bool(few) and not self._is_time and height + _LEAST_BARS <= self.size.height
+        self.set_class(not is_roomy, "-tight")
+        self.query_one(".split").styles.height = height if is_roomy and self.app.has_class("-wide") else "1fr"
+
     def _cell_width(self, grid: Grid) -> int:
         return max(self.body.line_width - label_width(grid), 1)
 
     def ruler(self) -> str:
-        """The line above the cells: the selected column's name, and the state of the row under the cursor in it."""
+        """The line above the cells: operations where there is room, or the selected column and the state of the row in it."""
         grid, rows = self._grid, self.body.rows
+        if grid is not None and self._spot is None:
+            names = operations_text(grid, self._first, self._per_cell, self._cell_width(grid))
+            return f"{'':>{label_width(grid) + len(MARK)}}{names}"
         if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
             return ""
         what = f"{grid.column_text(self._spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
@@ -155,6 +152,9 @@ class GridPane(Pane):
         incident, grid, rows = self.session.incident.value, self._grid, self.body.rows
         if incident is None or grid is None or not isinstance(rows, GridRows) or not len(rows):
             return
+        if space.name == "bars":
+            yield from bars_rows(incident, space.width, space.height)
+            return
         place, column = rows.worst(min(self.body.cursor, len(rows) - 1))
         rank = int(grid.members[place])
         if not grid.is_time:
@@ -162,6 +162,9 @@ class GridPane(Pane):
             yield from operation_rows(incident, lane, grid.first + column, rank, space.width)
             yield row()
         yield from rank_rows(incident, rank, space.width)
+
+    def part_title(self, name: str) -> str:
+        return "ranks over time, all groups" if name == "bars" else name
 
     def title(self) -> str:
         grid, rows = self._grid, self.body.rows
@@ -210,7 +213,7 @@ class GridPane(Pane):
         if self._is_at_end:
             self._first = max(0, grid.codes.shape[1] - self._cell_width(grid) * self._per_cell)
         self._first = max(0, min(self._first, grid.codes.shape[1] - 1))
-        per_row = self._per_row or per_row_to_fit(order.keys, max(self._height(), 1))
+        per_row = self._per_row or per_row_to_fit(order.keys, max(self.body.scrollable_content_region.height, 1))
         viewport = Viewport(
             first=self._first, per_cell=self._per_cell, per_row=per_row, spot=self._spot, pinned=self.session.pinned,
             culprits=incident.top.culprits,
@@ -255,7 +258,9 @@ class GridPane(Pane):
             def make() -> Grid | None:
                 grid = grid_of(incident, lane)
                 cells = max(width - label_width(grid), 1)
-                return build_time_grid(incident.run, lane, grid, window, cells) if is_time else grid
+                if not is_time:
+                    return grid
+                return build_time_grid(incident.run, lane, grid, window, cells, incident.clock_offsets(lane))
 
             def take(grid: Grid | None) -> None:
                 if self._key == key:
@@ -316,7 +321,8 @@ class GridPane(Pane):
         incident, grid = self.session.incident.value, self._grid
         if incident is None or grid is None:
             return
-        window = self._window or whole_window(incident.run, incident.lanes[self.session.lane].members)
+        lane = incident.lanes[self.session.lane]
+        window = self._window or whole_window(incident.run, lane, incident.clock_offsets(lane))
         if window is not None:
             share = 0.8 if self._spot is None else self._spot / grid.codes.shape[1]
             self._window, self._spot = change(window, window.start + int(window.length * share)), None
@@ -335,8 +341,8 @@ class GridPane(Pane):
         """Change the number of ranks per row, keeping the cursor on its rank."""
         rows = self.body.rows
         if isinstance(rows, GridRows) and len(rows):
-            most = max(len(rows.order), 1)
-            self._show_rows(max(1, min(int(rows.viewport.per_row * factor), most)), self.body.cursor)
+            per_row = min(int(rows.viewport.per_row * factor), len(rows.order))
+            self._show_rows(max(1, per_row), self.body.cursor)
 
     def _show_rows(self, per_row: int | None, index: int) -> None:
         rows = self.body.rows

@@ -5,17 +5,42 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from titan_ckpt.tui.data.grid import BLANK, GLYPHS, Grid, Order, reduce_row, row_starts
+from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.tui.data.grid import (
+    BLANK,
+    DONE,
+    GLYPHS,
+    Grid,
+    Order,
+    build_grid,
+    build_p2p_grid,
+    reduce_row,
+    row_starts,
+)
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.p2p import different_halves, missing_halves
 from titan_ckpt.tui.data.timeline import BARS
 from titan_ckpt.tui.pictures.timeline import bar_spans
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
+_WORDS, _MOST_NAME = 12, 16  # a cell of that width holds its state in a word; names of operations are cut
+
+
+def grid_of(incident: Incident, lane: Lane) -> Grid:
+    """The heatmap of a lane over its operations."""
+    stand = incident.stands_at(lane) - lane.first_seq
+    if not incident.is_p2p(lane):
+        return replace(build_grid(incident.run, lane), name=incident.name_of(lane), stand=stand)
+    found = build_p2p_grid(
+        incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
+    )
+    return replace(found, name=incident.name_of(lane), stand=stand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +154,9 @@ def stretch_of(grid: Grid, width: int, per_cell: int) -> int:
     if grid.is_time:
         return 1
     num_cells = -(-int(grid.codes.shape[1]) // per_cell)
+    named = min(max(map(len, grid.operations), default=0), _MOST_NAME) + 2
+    if per_cell == 1 and num_cells * max(named, _WORDS) <= width and named > 2:
+        return max(named, _WORDS)
     return max(1, min(width // max(num_cells, 1), _MOST_STRETCH))
 
 
@@ -136,11 +164,12 @@ def cell_spans(codes: list[int], spot: int | None, stretch: int) -> Iterator[Tex
     """Join equal cells into spans: each span costs the terminal driver as much as a line of text."""
     for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
         glyph = GLYPHS[code]
+        word = f" {glyph.label}" if stretch >= _WORDS and code not in (BLANK, DONE) else ""
         if is_spot:
-            yield glyph.char, Role.SPOT
-            yield " " * (stretch - 1), Role.PLAIN
+            yield glyph.char + word, Role.SPOT
+            yield " " * (stretch - 1 - len(word)), Role.PLAIN
         else:
-            yield f"{glyph.char:<{stretch}}" * len(list(equal)), glyph.role
+            yield f"{glyph.char + word:<{stretch}}" * len(list(equal)), glyph.role
 
 
 def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
@@ -155,10 +184,19 @@ def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
     return text.rstrip()
 
 
+def operations_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
+    """The usual operation of each column, above its cell, where a cell is wide enough for its name."""
+    stretch = stretch_of(grid, width, per_cell)
+    if stretch < _WORDS or grid.is_time:
+        return ""
+    return "".join(f"{truncate(name, stretch - 2):<{stretch}}" for name in grid.operations[first:])
+
+
 def legend_text(grid: Grid, width: int) -> str:
     """Glyphs and their labels; only those that occur if there is no room for all."""
     here = [code for code in grid.occurring if code != BLANK]
     if grid.is_time:
-        return "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here) + "  ╎ the last rank begins to wait"
+        text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
+        return f"{text}  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else text
     text = "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)
     return text if len(text) <= width else "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here)

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import usual_signature
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident
+from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.rows import (
     CULPRIT,
     Role,
@@ -40,6 +42,7 @@ class GroupsPane(Pane):
 
     number = 4
     label = "Groups"
+    purpose = "process groups, the mesh, ranks that are behind"
     keys = (("enter", "open the group's grid"),)
     parts = (Part(name="mesh", is_of_line=False), Part(name="details"))
 
@@ -57,7 +60,7 @@ class GroupsPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        return "" if incident is None else f"groups with recorded operations: {len(collective_lanes(incident))}"
+        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes)}"
 
     def begin(self) -> None:
         """Start on the verdict's group, else on the first."""
@@ -82,18 +85,23 @@ def collective_lanes(incident: Incident) -> list[Lane]:
 
 def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
-    lanes, is_narrow = collective_lanes(incident), width < _NARROW
-    longest = min(max([5, *(len(incident.name_of(lane)) for lane in lanes)]), 10 if is_narrow else 24)
-    for_ranks, all_done = (6, "") if is_narrow else (10, f"{'all done':>8} ")
+    lanes, is_narrow = incident.lanes, width < _NARROW
+    names = [str(incident.run.groups[lane.group]) + P2P_NAME * incident.is_p2p(lane) for lane in lanes]
+    longest = min(max([5, *map(len, names)]), 10 if is_narrow else 24)
+    most = max([5, *(len(ranks_text(lane.members, 4)) for lane in lanes)])
+    for_ranks, all_done = (6, "") if is_narrow else (min(most, max(width // 4, 10)), f"{'all done':>8} ")
     yield head(f"{'group':<{longest}} {'ranks':<{for_ranks}} {all_done}{'newest':>7}  outliers")
-    for lane in lanes:
+    for lane, name in zip(lanes, names, strict=True):
         group = incident.name_of(lane)
+        if incident.is_p2p(lane):
+            yield _p2p_row(incident, lane, name, (longest, for_ranks), is_narrow=is_narrow)
+            continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = outliers_text(lane, newest)
-        ranks = fitted(ranks_text(lane.members, 2), for_ranks)
+        ranks = fitted(ranks_text(lane.members, 4), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
-        yield row((fitted(group, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
+        yield row((fitted(name, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
                   (odd or "none", Role.BAD if odd else Role.DIM),
                   link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
@@ -104,8 +112,23 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield from (
                 row((line, Role.DIM)) for line in wrapped(f"members as seen, not recorded: {', '.join(seen)}", width)
             )
-    else:
+    elif not incident.lanes:
         yield row("no operations recorded")
+
+
+def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int], *, is_narrow: bool) -> Row:
+    """Sends and receives of a group; they have no common number, so that only ranks that wait or left one out are named."""
+    awaited = (lane.members[place] for place in missing_halves(lane, incident.edges))
+    missing = [rank for rank in awaited if rank in incident.top.culprits]
+    waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
+    odd = "; ".join(
+        [f"{ranks_text(missing, 4)} left a half out"] * bool(missing)
+        + [f"{ranks_text(waiting, 4)} wait{'s' * (len(waiting) == 1)}"] * bool(waiting)
+    )
+    gap = f"{'':>7}" if is_narrow else f"{'':>8} {'':>7}"
+    return row((fitted(name, columns[0]), Role.BOLD), " ", fitted(ranks_text(lane.members, 4), columns[1]), f" {gap}  ",
+               (odd or "none", Role.BAD if missing else Role.WARN if odd else Role.DIM),
+               link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
 
 def outliers_text(lane: Lane, newest: int) -> str:
@@ -142,7 +165,10 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
     yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
     columns = (lane.last.tolist(), lane.done.tolist(), lane.is_silent.tolist())
     shown = list(zip(lane.members, *columns, strict=True))[:MAX_MEMBERS]
-    texts = [_newest_text(*of_member) for _, *of_member in shown]
+    if incident.is_p2p(lane):
+        texts = [f"{last} issued" for _, last, *_ in shown]
+    else:
+        texts = [_newest_text(*of_member) for _, *of_member in shown]
     column = max(map(len, texts), default=0) + 2
     for (rank, *_), newest in zip(shown, texts, strict=True):
         glyph = SITUATIONS[incident.states[rank].kind]

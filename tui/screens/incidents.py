@@ -12,21 +12,27 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.screen import ModalScreen
 
+from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import NO_FAULT, load_incident
-from titan_ckpt.tui.rows import Role, Row, RowList, head, ranks_named, row, truncate
+from titan_ckpt.tui.rows import Role, Row, RowList, TextSpan, head, piece, row, truncate, truncate_start
 from titan_ckpt.tui.widgets.line_view import LineView
 
 _NEWEST = "(newest attempt)"
+_WITH_TIME = 90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What an incident's verdict is, in a line, and whether it is a fault."""
+    """What an incident's verdict is: when the job stopped (""/unknown), its kind, how sure, and why in a line."""
 
     text: str
     role: Role
+    moment: str = ""
+    kind: str = ""
+    confidence: str = ""
 
 
 class IncidentsScreen(ModalScreen[str | None]):
@@ -74,6 +80,7 @@ class IncidentsScreen(ModalScreen[str | None]):
 
     def _paint(self, cursor: int | None) -> None:
         view = self.query_one(LineView)
+        view.styles.height = min(len(self._names) + 3, max(self.app.size.height * 7 // 10, 6))
         view.set_rows(
             RowList(incident_rows(self._names, self._content.incident, self._judged, view.line_width)), cursor=cursor
         )
@@ -87,23 +94,42 @@ class IncidentsScreen(ModalScreen[str | None]):
 def judge(url: str, name: str) -> Judged:
     """The verdict on one incident, or why it cannot be read."""
     try:
-        top = load_incident(url, name).top
+        incident = load_incident(url, name)
     except TitanError as error:
         return Judged(text=f"nothing readable: {error}", role=Role.DIM)
-    ranks = f" · {ranks_named(top.culprits, 3)}" if top.culprits else ""
+    top, seen_ns = incident.top, incident.began_ns or incident.last_sign_ns
+    calm: Role = Role.GOOD if top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING) else Role.WARN
     return Judged(
-        text=f"{top.verdict}{ranks} · {top.headline}", role=Role.PLAIN if top.verdict in NO_FAULT else Role.BAD
+        text=top.headline,
+        role=calm if top.verdict in NO_FAULT else Role.BAD,
+        moment=moment(seen_ns / 1e9).removesuffix(" UTC") if seen_ns else "",
+        kind=top.verdict,
+        confidence=f"{top.confidence:.0%}",
     )
 
 
 def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged], width: int) -> list[Row]:
     """A heading, and a line per incident, the newest first; `shown` is marked."""
-    longest = max(len(name or _NEWEST) for name in names)
-    rows = [head(f"  {'incident':<{longest}}  verdict")]
+    longest = min(max(len(name or _NEWEST) for name in names), max(width // 4, 16))
+    kinds = max([len("verdict"), *(len(found.kind) for found in judged.values())])
+    with_time = width >= _WITH_TIME
+    stopped = f"{'stopped (UTC)':<19}  " if with_time else ""
+    rows = [head(f"  {'incident':<{longest}}  {stopped}{'verdict':<{kinds}}  sure  why")]
     for name in names:
         found = judged.get(name)
-        text, role = (found.text, found.role) if found is not None else ("judging ...", Role.DIM)
         mark = "*" if name == shown else " "
-        label = f"{mark} {name or _NEWEST:<{longest}}  "
-        rows.append(row((label, Role.BOLD), (truncate(text, max(width - len(label), 12)), role)))
+        label = f"{truncate_start(name or _NEWEST, longest):<{longest}}"
+        spans: tuple[TextSpan, ...] = (
+            (f"{mark} ", Role.BOLD),
+            (piece(label, name or _NEWEST), Role.BOLD),
+            ("  ", Role.BOLD),
+        )
+        if found is None:
+            rows.append(row(*spans, ("judging ...", Role.DIM)))
+            continue
+        when = f"{found.moment:<19}  " if with_time else ""
+        facts = f"{found.kind:<{kinds}}  "
+        room = width - len(label) - len(when) - len(facts) - 10
+        rows.append(row(*spans, (when, Role.DIM), (facts, found.role), (f"{found.confidence:>4}  ", Role.DIM),
+                        truncate(found.text, max(room, 12))))  # fmt: skip
     return rows

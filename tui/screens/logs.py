@@ -107,6 +107,7 @@ class LogsPane(Pane):
 
     number = 5
     label = "Logs"
+    purpose = "the log lines of all ranks, merged by time"
     keys = (
         ("/", "filter"),
         ("enter", "collective at that time"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
@@ -16,7 +16,7 @@ from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_c
 from titan_ckpt.tui.data.runs import UNUSABLE
 from titan_ckpt.tui.data.standing import alarms_now, ticking
 from titan_ckpt.tui.pictures.details import link_rows
-from titan_ckpt.tui.pictures.mesh import mesh_axes, mesh_rows
+from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
 from titan_ckpt.tui.rows import (
     CULPRIT,
@@ -34,7 +34,7 @@ from titan_ckpt.tui.rows import (
     wrapped,
 )
 from titan_ckpt.tui.screens.incidents import IncidentsScreen
-from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -46,6 +46,7 @@ class OverviewPane(Pane):
 
     number = 1
     label = "Overview"
+    purpose = "what went wrong, at which rank, and what to do"
     keys = (
         ("enter", "open"),
         ("n", "next problem"),
@@ -148,7 +149,7 @@ def _several_rows(session: Session, width: int) -> Iterator[Row]:
     content = session.content
     if len(content.incidents) > 1:
         which = "the newest" if content.incident == content.incidents[-1] else "an earlier one"
-        text = f"{len(content.incidents)} incidents here; this is {which}. i chooses another"
+        text = f"{len(content.incidents)} incidents here; this is {which}; press i to choose another"
         yield from (row((line, Role.NOTE)) for line in wrapped(text, width))
 
 
@@ -226,8 +227,12 @@ def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:
 
 def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The states of all ranks: by mesh coordinate if the mesh is known, else as a strip; then how many are in each."""
+    ranks = sorted(incident.states)
+    digits = len(str(max(ranks, default=0)))
     if mesh_axes(incident):
         yield from mesh_rows(incident, width)
+    elif len(ranks) <= MOST_NUMBERED and (digits + 2) * len(ranks) <= width:
+        yield row(*numbered(incident, ranks, digits), link=RowLink(screen=2))
     else:
         cells = strip_cells(incident, width * 4)
         for start in range(0, len(cells), width):
@@ -314,8 +319,6 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         text = checkpoints.value.counts(", ")
         for line in wrapped(f"  checkpoints: {text or 'none'}{newest}", width, "    "):
             yield row(line, link=RowLink(screen=7))
-    else:
-        yield row(("  checkpoints: " + checkpoints.text, Role.DIM))
     if logs.value is not None:
         more = " so far" if logs.value.is_head else ""
         yield row(
@@ -325,12 +328,15 @@ def _data_rows(session: Session, width: int) -> Iterator[Row]:
         for path, problem in logs.value.problems:
             for i, line in enumerate(wrapped(problem if path in problem else f"{path}: {problem}", width - 6, "  ")):
                 yield row(("    ! " if i == 0 else "      ", Role.BAD), line, is_problem=i == 0, link=RowLink(screen=5))
-    else:
-        yield row(("  log lines: " + logs.text, Role.DIM))
     if metrics.value is not None:
         yield row(f"  metrics: {counted(len(metrics.value.steps), 'step')}", link=RowLink(screen=8))
-    else:
-        yield row(("  metrics: " + metrics.text, Role.DIM))
+    parts: dict[str, Loadable[Any]] = {"checkpoints": checkpoints, "log lines": logs, "metrics": metrics}
+    for name, part in parts.items():
+        if part.value is None and (part.is_loading or part.error):
+            yield row((f"  {name}: {part.text}", Role.DIM))
+    missing = [name for name, part in parts.items() if part.value is None and not (part.is_loading or part.error)]
+    if missing:
+        yield row((f"  not here: {', '.join(missing)}", Role.DIM))
 
 
 def _evidence_counts(run: Run) -> Iterator[Row]:

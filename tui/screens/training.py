@@ -15,12 +15,13 @@ from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
 from titan_ckpt.tui.pictures.curves import SMOOTHINGS, Curve, goodput_rows, panel_rows, smoothed, value_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
-from titan_ckpt.tui.screens.grid import GridView
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.grid_view import GridView
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 PLOT_LINES = 7
+_AROUND_PLOT, _MOST_LINES = 4, 14
 _ABSENT = "`titan-ckpt train` writes logs/metrics.jsonl: one JSON object per step, with step, loss and so on."
 _MARKS = "s save  r resume  ! incident"
 
@@ -30,6 +31,7 @@ class TrainingPane(Pane):
 
     number = 8
     label = "Training"
+    purpose = "loss, throughput and saves over the steps"
     keys = (("h l", "step"), ("s", "smooth"), ("o", "overlay a run"), ("/", "choose curves"), ("f", "follow"))
     filter_hint = "plots whose name contains"
     parts = (Part(name="values", is_of_line=False), Part(name="goodput", is_of_line=False))
@@ -49,7 +51,8 @@ class TrainingPane(Pane):
     def state(self) -> tuple[object, ...]:
         metrics, incident = self.session.metrics, self.session.incident
         other = self._other.source if self._other is not None else ""
-        return (metrics.version, metrics.text, incident.version, self._spot, self._smoothing, other)
+        shape = (self._spot, self._smoothing, other, self._lines())
+        return (metrics.version, metrics.text, incident.version, *shape)
 
     def title(self) -> str:
         metrics = self.session.metrics.value
@@ -72,7 +75,7 @@ class TrainingPane(Pane):
         if metrics is None:
             return ()
         if space.name == "values":
-            return value_rows(metrics, self._spot, space.width)
+            return value_rows(metrics, self._spot, space.width, self._other)
         return goodput_rows(metrics.goodput, space.width) if metrics.goodput is not None else ()
 
     def make_rows(self, width: int) -> Rows:
@@ -96,10 +99,14 @@ class TrainingPane(Pane):
             if self._other is not None and title in others:
                 found = smoothed(others[title], SMOOTHINGS[self._smoothing])
                 curves.append(Curve(steps=self._other.steps, values=found, role=Role.NOTE))
-            yield from panel_rows(title, curves, marks, self._spot, width, PLOT_LINES)
+            yield from panel_rows(title, curves, marks, self._spot, width, self._lines())
             yield row()
             if has_marks and title == metrics.panels()[-1][0]:
                 yield row((f"marks: {_MARKS}", Role.DIM))
+
+    def _lines(self) -> int:
+        """Lines of a plot: three of them fill a tall terminal."""
+        return min(max(self.body.scrollable_content_region.height // 3 - _AROUND_PLOT, PLOT_LINES), _MOST_LINES)
 
     def _incident_steps(self) -> tuple[float, ...]:
         incident = self.session.incident.value

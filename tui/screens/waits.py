@@ -24,6 +24,7 @@ class WaitsPane(Pane):
 
     number = 6
     label = "Waits"
+    purpose = "who waits for whom"
     keys = (("enter", "open the operation"), ("n", "next problem"), (":", "go to"), ("e", "edit"), ("w", "panes"))
     parts = (Part(name="graph", is_of_line=False), Part(name="details"))
 
@@ -80,16 +81,38 @@ def _rest_rows(incident: Incident, rest: list[int], width: int) -> Iterator[Row]
     """Ranks in no wait for another one: those that wait all the same, then the others."""
     if not rest:
         return
-    alone = {rank: wait for wait in incident.waits for rank in wait.ranks}
+    alone = incident.wait_of
     has_ended = incident.top.verdict == VerdictKind.HEALTHY
     for is_waiting, title in ((True, "waiting, for whom is not known"), (False, "in no observed wait")):
         ranks = [r for r in rest if (r in alone or incident.states[r].kind.is_waiting) == is_waiting]
         if ranks:
             yield head("as last seen" if has_ended else title)
-        for rank in ranks[:MAX_WAITERS]:
-            yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
-        if len(ranks) > MAX_WAITERS:
-            yield row((f"  and {counted(len(ranks) - MAX_WAITERS, 'more rank')}", Role.DIM))
+        yield from _alike_rows(incident, ranks, alone, width)
+
+
+def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait], width: int) -> Iterator[Row]:
+    """A line per rank, and one for many that were seen doing the same."""
+    alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for rank in ranks:
+        wait, state = alone.get(rank), incident.states[rank]
+        is_culprit = rank in incident.top.culprits
+        seen = (wait.text if wait else "", state.kind, state.detail, state.frame)
+        alike[(rank,) if is_culprit else seen].append(rank)
+    singles = sorted(rank for group in alike.values() if len(group) < LEAST_FOLDED for rank in group)
+    for group in alike.values():
+        if len(group) >= LEAST_FOLDED:
+            state, wait = incident.states[group[0]], alone.get(group[0])
+            glyph = SITUATIONS[state.kind]
+            what = f"wait in {wait.text}" if wait is not None else glyph.label
+            where = f"  {frame_text(state.frame)}" if state.frame else ""
+            start = f"{glyph.char} {len(group):,} ranks: "
+            text = f"{ranks_text(group, 3)} · {what}{where}"
+            yield row("  ", (start, glyph.role), truncate(text, max(width - len(start) - 2, 20)),
+                      link=RowLink(screen=2, rank=group[0]))  # fmt: skip
+    for rank in singles[:MAX_WAITERS]:
+        yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
+    if len(singles) > MAX_WAITERS:
+        yield row((f"  and {counted(len(singles) - MAX_WAITERS, 'more rank')}", Role.DIM))
 
 
 def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
@@ -163,21 +186,31 @@ def _why(incident: Incident, edge: Edge) -> str:
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
         return f"waits in init{sure}"
-    group = f" of group {incident.group_name(edge.group)}" if edge.group >= 0 else ""
-    kind = "send/recv" if edge.is_p2p else "collective"
+    group = f" · {incident.group_name(edge.group)}" if edge.group >= 0 else ""
     number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
-    return f"waits in {kind}{number}{group}{sure}"
+    return f"waits in {_operation(incident, edge)}{number}{group}{sure}"
+
+
+def _operation(incident: Incident, edge: Edge) -> str:
+    """The name of the operation that a rank waits in, if it is recorded."""
+    wait = incident.wait_of.get(edge.waiter)
+    op = wait.operation if wait is not None else None
+    if op is None or edge.group < 0 or op.group != incident.run.groups[edge.group] or op.seq != edge.seq:
+        return "send/recv" if edge.is_p2p else "a collective"
+    return op.op
 
 
 def _rank_row(
     incident: Incident, rank: int, depth: int, edge: Edge | None, width: int, pending: Wait | None = None
 ) -> Row:
     """`pending`: what a rank waits in of which it is not known for whom it waits."""
-    why = _why(incident, edge) if edge is not None else f"waits in {pending.text}" if pending is not None else ""
     state = incident.states[rank]
+    if edge is None and pending is None and state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P):
+        pending = incident.wait_of.get(rank)
+    why = _why(incident, edge) if edge is not None else f"waits in {pending.text}" if pending is not None else ""
     glyph = SITUATIONS[state.kind]
     detail = f" ({state.detail})" if state.detail else ""
-    place = f"  {frame_text(state.frame)}" if state.frame else ""
+    place = f"  {frame_text(state.frame)}" if state.frame and pending is None else ""
     is_culprit = rank in incident.top.culprits
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident
@@ -56,6 +56,17 @@ class Session:
     def seen_s(self) -> float:
         """The time of what is shown: of the last look at the job, else now."""
         return self.looked_s or self.clock()
+
+    @property
+    def empty_screens(self) -> frozenset[int]:
+        """Numbers of the screens for which nothing was found."""
+        needs: dict[int, tuple[Loadable[Any], ...]] = {
+            2: (self.incident,), 3: (self.incident,), 4: (self.incident,), 5: (self.logs,), 6: (self.incident,),
+            7: (self.checkpoints, self.runs), 8: (self.metrics,),
+        }  # fmt: skip
+        return frozenset(
+            number for number, parts in needs.items() if all(p.value is None and not p.is_loading for p in parts)
+        )
 
     def note_damage(self, found: Mapping[CopyKey, str]) -> None:
         """Keep what a verification found, "" for an intact copy, and mark the listed steps."""

@@ -123,10 +123,9 @@ _BOX = {
     "■": "#", "●": "*", "○": "o", "⭘": "o",
 }  # fmt: skip
 _ASCII = {
-    **{ord(char): plain for char, plain in _BOX.items()},
     **dict.fromkeys(range(0x2801, 0x2900), "*"),  # dots of plots
     **dict.fromkeys(range(0x2580, 0x25A0), "#"),  # blocks, such as scroll bars
-    0x2581: "_", 0x2594: "-",
+    **{ord(char): plain for char, plain in _BOX.items()},
 }  # fmt: skip
 
 
@@ -165,7 +164,7 @@ class AsciiFilter(LineFilter):
 
 def to_ascii(text: str) -> str:
     """
-    >>> to_ascii("▸ a · b…")
-    '> a . b~'
+    >>> to_ascii("▸ a · b…"), to_ascii("━░█▁")
+    ('> a . b~', '-:#_')
     """
     return text.translate(_ASCII).encode("ascii", "replace").decode("ascii")

@@ -38,11 +38,12 @@ class Prompter(Protocol):
 class Pane(Vertical):
     """One numbered screen: a list, and `parts` beside and below it where the terminal is wide enough.
 
-    `keys` are its own keys, for the help and the status line.
+    `keys` are its own keys, for the help and the status line; `purpose` is for the palette.
     """
 
     number: ClassVar[int] = 0
     label: ClassVar[str] = ""
+    purpose: ClassVar[str] = ""
     keys: ClassVar[tuple[tuple[str, str], ...]] = ()
     filter_hint: ClassVar[str] = "filter: show only lines that contain this text"
     parts: ClassVar[tuple[Part, ...]] = ()
