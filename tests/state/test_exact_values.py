@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import array
+import dataclasses
 import datetime
+import enum
+import ipaddress
+import re
+import time
+import urllib.parse
 import zoneinfo
 from pathlib import Path
 from typing import Any
@@ -10,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import ConfigError, DamagedError, UsageError
+from titan_ckpt.errors import ConfigError, DamagedError, UnsafeContentError, UsageError
 from titan_ckpt.loading.load import load
 from titan_ckpt.parsing.value_archive import write_archive
 from titan_ckpt.parsing.values import decode_value
@@ -94,3 +102,49 @@ def test_a_mesh_of_something_else_is_refused() -> None:
         MeshSpec.of(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         MeshSpec.of({"dp": 2})
+
+
+class Outer:
+    """Has classes inside, which protocol 2 of pickle names by `getattr`."""
+
+    @dataclasses.dataclass
+    class Inner:
+        """An object of it."""
+
+        number: int
+
+    class Colour(enum.Enum):
+        """A member of it."""
+
+        RED = 1
+
+
+def test_dcps_objects_of_nested_classes_are_no_damage(tmp_path: Path) -> None:
+    dcp.save({"x": [Outer.Inner(3), Outer.Colour.RED], "w": torch.ones(1)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    state = {"x": [Outer.Inner(0), Outer.Colour.RED], "w": torch.zeros(1)}
+    load(str(tmp_path / "d"), state)
+    found = open_checkpoint(str(tmp_path / "d")).read_all(allow=[Outer.Inner, Outer.Colour])
+    assert state["x"] == found["x"] == [Outer.Inner(3), Outer.Colour.RED]
+    with pytest.raises(UnsafeContentError, match=r"Outer\.Inner"):
+        open_checkpoint(str(tmp_path / "d")).read_all()
+
+
+STANDARD: dict[str, Any] = {
+    "address": ipaddress.ip_address("1.2.3.4"), "network": ipaddress.ip_network("fe80::/10"), "flags": re.I | re.M,
+    "interface": ipaddress.ip_interface("10.0.0.1/8"), "numbers": array.array("d", [1.5, -0.0]), "moment": time.gmtime(0),
+    "url": urllib.parse.urlparse("s3://bucket/run?a=b#c"), "split": urllib.parse.urlsplit(b"http://a/b"),
+}  # fmt: skip
+
+
+def test_more_of_the_standard_library_needs_no_template(tmp_path: Path) -> None:
+    save(str(tmp_path), {"values": STANDARD}, step=1)
+    found = open_checkpoint(str(tmp_path)).read_all("values")
+    assert {name: repr(value) for name, value in found.items()} == {
+        name: repr(value) for name, value in STANDARD.items()
+    }
+
+
+def test_a_prefix_is_text(tmp_path: Path) -> None:
+    save(str(tmp_path), {"3": {"w": torch.ones(1)}}, step=1)
+    with pytest.raises(UsageError, match="prefix is 3"):
+        load(str(tmp_path), {"w": torch.zeros(1)}, prefix=3)  # type: ignore[arg-type]

@@ -66,6 +66,7 @@ def load(
     with failures_told() as call:
         check_type(policy, "policy", LoadPolicy, or_none=True, hint="LoadPolicy(...)")
         policy = policy or LoadPolicy()
+        check_type(prefix, "prefix", str, hint="the name above the state's own, such as 'ema'")
         state = {prefix: state} if prefix else state
         give_up_at = time.monotonic() + policy.timeout_s
         prepare = partial(_prepared, checkpoint, storage_options, state, policy, give_up_at)

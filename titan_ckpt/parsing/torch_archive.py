@@ -154,6 +154,14 @@ class _Inert:
         """As of a set."""
 
 
+class _Member(_Inert):
+    """Stands for what `getattr` gives: a class inside of another one, a method, a member of an Enum."""
+
+
+def _member(*_: Any) -> type[_Inert]:
+    return _Member
+
+
 class _Reader(pickle.Unpickler):
     """Reads the storages that a pickle names; every class and function in it is replaced by one that does nothing."""
 
@@ -167,6 +175,8 @@ class _Reader(pickle.Unpickler):
             raise DamagedError(f"{self._where}: names a class of {len(module) + len(name)} characters")
         if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGES:
             return _STORAGES[name]
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            return _member
         return type(name.encode("ascii", "replace").decode() or "?", (_Inert,), {})
 
     def persistent_load(self, pid: Any) -> Any:

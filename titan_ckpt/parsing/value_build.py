@@ -90,12 +90,20 @@ class Builder:
             return self._known.constants[name]
         if (own := self._allowed.get(".".join(name))) is not None:
             return own
+        outer, _, member = name[1].rpartition(".")
+        if (outer_kind := self._allowed.get(f"{name[0]}.{outer}")) is not None:
+            return self._member(outer_kind, member)
         raise self._refused(name)
 
+    def _member(self, kind: Any, member: str) -> Any:
+        """A member of an Enum of the caller, which some Python versions store as `getattr(class, name)`."""
+        members = getattr(kind, "__members__", {})
+        if member not in members:
+            raise self.fail(f"{member!r} is not a member of {kind.__name__}")
+        return members[member]
+
     def _made(self, record: Record) -> Any:
-        call = record.call
-        if isinstance(call, Record):
-            call = method_of(call)
+        call = ("", "a call of what another call returned") if isinstance(record.call, Record) else record.call
         found = self._known.constructors.get(call)
         if found is not None:
             try:
@@ -107,8 +115,6 @@ class Builder:
                     f"{'.'.join(call)} cannot be made: {type(error).__name__}: {str(error)[:200]}"
                 ) from error
         own = self._allowed.get(".".join(call))
-        if own is None and call == ("builtins", "getattr"):
-            return build_own_member(self, record)
         if own is None:
             raise self._refused(call)
         return build_own(self, own, record)
@@ -126,25 +132,6 @@ class Builder:
             f"; it was not loaded. If you trust it, put a {name[1]} in its place in the state to be loaded, or name it: "
             f"LoadPolicy(allow=[{name[1]}])",
         )
-
-
-def method_of(record: Record) -> Name:
-    """The name of a record that is called: a method of a class, got by `getattr`."""
-    if record.call == ("builtins", "getattr") and len(record.args) == 2 and is_name(record.args[0]):
-        module, name = record.args[0].call
-        return (module, f"{name}.{record.args[1]}") if isinstance(record.args[1], str) else ("", "")
-    return ("", "a call of what another call returned")
-
-
-def build_own_member(builder: Builder, record: Record) -> Any:
-    """A member of an Enum of the caller, which some Python versions store as `getattr(class, name)`."""
-    if len(record.args) != 2 or not is_name(record.args[0]) or type(record.args[1]) is not str:
-        raise builder.fail("getattr with other arguments than a class and a name")
-    found = builder.own(record.args[0].call)
-    members = getattr(found, "__members__", {})
-    if record.args[1] not in members:
-        raise builder.fail(f"{record.args[1]!r} is not a member of {found.__name__}")
-    return members[record.args[1]]
 
 
 def only_args(make: Callable[..., Any]) -> Constructor:

@@ -82,14 +82,25 @@ class _Reader(pickle.Unpickler):
         super().__init__(io.BytesIO(data), encoding="latin1")
         self._where = where
         self.names: dict[tuple[str, str], type[Record]] = {}
+        self._member = type("Record", (Record,), {"call": ("builtins", "getattr"), "__new__": self._new_member})
         self.storages = 0
 
     def find_class(self, module: str, name: str) -> Any:
-        if len(module) + len(name) > MAX_NAME:
-            raise DamagedError(f"{self._where}: names a class of {len(module) + len(name)} characters")
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
+        return self._member if (module, name) == ("builtins", "getattr") else self._named(module, name)
+
+    def _new_member(self, kind: Any, *args: Any) -> Any:
+        """A call of `getattr`, by which protocol 2 names a class inside of another one, a method, a member of an Enum."""
+        if len(args) == 2 and is_name(args[0]) and type(args[1]) is str:
+            module, name = args[0].call
+            return self._named(module, f"{name}.{args[1]}")
+        return Record.__new__(kind, *args)
+
+    def _named(self, module: str, name: str) -> type[Record]:
+        if len(module) + len(name) > MAX_NAME:
+            raise DamagedError(f"{self._where}: names a class of {len(module) + len(name)} characters")
         if (module, name) not in self.names:
             self.names[module, name] = type("Record", (Record,), {"call": (module, name)})
         return self.names[module, name]

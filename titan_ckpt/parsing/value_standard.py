@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import array
 import datetime
+import ipaddress
 import pathlib
 import random
 import re
+import time
 import types
+import urllib.parse
 import uuid
 import zoneinfo
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
@@ -184,4 +188,14 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     ("builtins", "slice"): only_args(slice),
     ("builtins", "type"): only_args(lambda value: type(_checked(value, type(None), type(...), type(NotImplemented)))),
     ("re", "_compile"): only_args(_pattern),
+    ("re", "RegexFlag"): only_args(lambda flags: re.RegexFlag(_checked(flags, int))),
+    ("array", "array"): only_args(lambda code, items=(): array.array(_checked(code, str), _checked(items, list, tuple))),
+    ("time", "struct_time"): only_args(lambda fields, more=None: time.struct_time(fields, more or {})),
+    **{("ipaddress", kind.__name__): only_args(kind) for kind in (
+        ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Network, ipaddress.IPv6Network, ipaddress.IPv4Interface,
+        ipaddress.IPv6Interface,
+    )},
+    **{("urllib.parse", kind.__name__): only_args(kind) for kind in (
+        urllib.parse.ParseResult, urllib.parse.SplitResult, urllib.parse.ParseResultBytes, urllib.parse.SplitResultBytes,
+    )},
 }  # fmt: skip
