@@ -6,6 +6,7 @@ import array
 import dataclasses
 import datetime
 import enum
+import io
 import ipaddress
 import re
 import time
@@ -142,6 +143,14 @@ def test_more_of_the_standard_library_needs_no_template(tmp_path: Path) -> None:
     assert {name: repr(value) for name, value in found.items()} == {
         name: repr(value) for name, value in STANDARD.items()
     }
+
+
+def test_a_buffer_of_bytes_comes_back_at_its_position(tmp_path: Path) -> None:
+    buffer = io.BytesIO(b"abc")
+    buffer.seek(2)
+    save(str(tmp_path), {"m._extra_state": buffer}, step=1)
+    found = open_checkpoint(str(tmp_path)).read_all()["m._extra_state"]
+    assert (found.getvalue(), found.tell()) == (b"abc", 2)
 
 
 def test_a_prefix_is_text(tmp_path: Path) -> None:

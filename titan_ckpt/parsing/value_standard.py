@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import datetime
+import io
 import ipaddress
 import pathlib
 import random
@@ -104,6 +105,14 @@ def _chain_map(builder: Builder, record: Record) -> ChainMap[Any, Any]:
     return found
 
 
+def _bytes_io(builder: Builder, record: Record) -> io.BytesIO:
+    """A buffer of bytes, at its position: the extra state of Transformer Engine's modules is one."""
+    content, position, _attributes = builder.value(record.state[0]) if record.state else (b"", 0, None)
+    found = io.BytesIO(_checked(content, bytes))
+    found.seek(_checked(position, int))
+    return found
+
+
 def _uuid(builder: Builder, record: Record) -> uuid.UUID:
     state = builder.value(record.state[0]) if record.state else {"int": int(_checked(builder.args(record)[0], int))}
     return uuid.UUID(int=_checked(state["int"], int))
@@ -187,6 +196,7 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     ("builtins", "range"): only_args(range),
     ("builtins", "slice"): only_args(slice),
     ("builtins", "type"): only_args(lambda value: type(_checked(value, type(None), type(...), type(NotImplemented)))),
+    ("_io", "BytesIO"): _bytes_io,
     ("re", "_compile"): only_args(_pattern),
     ("re", "RegexFlag"): only_args(lambda flags: re.RegexFlag(_checked(flags, int))),
     ("array", "array"): only_args(lambda code, items=(): array.array(_checked(code, str), _checked(items, list, tuple))),
