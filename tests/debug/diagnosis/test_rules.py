@@ -9,13 +9,17 @@ import pytest
 
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose
+from titan_ckpt.debug.diagnosis.align import lanes
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _ended_first, _was_ended_at_work
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable
+from titan_ckpt.debug.diagnosis.mismatches.meeting import Meeting, sides_at
+from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
-from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site
+from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
+from titan_ckpt.debug.diagnosis.told_waits import _inferred
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.incident.records import Exit, LogEvent, RankLog, RankRecord, Run
+from titan_ckpt.debug.incident.records import Exit, Heartbeat, LogEvent, RankLog, RankRecord, Run
 
 RANKS = "0 1 2: all_reduce@1 broadcast@2?"
 
@@ -119,3 +123,30 @@ def test_splits_are_told_in_full() -> None:
     text = "0 1 2: all_to_all@5?\nsplits 0: world#1 4,4,4 4,4,4\nsplits 1: world#1 4,4,9 4,4,4\nsplits 2: world#1 4,4,4 4,4,4"
     told = diagnose(job(text))[0].evidence[0].text
     assert told == "sends [4, 4, 9], expects [4, 4, 4] (elements to and from ranks 0, 1, 2)"
+
+
+def ticked(rank: int, alive_s: float) -> RankRecord:
+    return RankRecord(
+        rank=rank, heartbeat=Heartbeat(source="b", alive_ns=int(alive_s * 1e9), phase_ns=0, phase="", step=-1)
+    )
+
+
+@pytest.mark.parametrize(("alive_s", "is_alive"), [(100.0, True), (99.5, True), (90.0, False)])
+def test_who_ticked_to_about_the_end_was_alive(alive_s: float, is_alive: bool) -> None:
+    run = run_of(ticked(0, alive_s), ticked(1, 100.0))
+    assert bool(_was_alive_later(run, run.ranks[0])) == is_alive
+    assert not _was_alive_later(run_of(ticked(0, 100.0)), ticked(0, 100.0))
+
+
+def test_an_inferred_wait_is_in_the_pending_collective() -> None:
+    run = job("0: all_reduce@1 send>1@2? all_reduce@3?\n1: all_reduce@1 recv<0@2?")
+    edge = _inferred(run, 0, 1, replace(diagnose(run)[0], group=str(run.groups[0])))
+    assert (edge.group, edge.seq, edge.is_inferred) == (0, 2, True)
+
+
+@pytest.mark.parametrize(("op", "is_new"), [("all_reduce", False), ("broadcast", True)])
+def test_without_lines_an_operation_is_new_by_its_kind(op: str, is_new: bool) -> None:
+    run = job(f"0: all_reduce {op}?\n1: all_reduce all_gather?")
+    [lane] = lanes(run)
+    side = next(side for side in sides_at(run, lane, 2) if 0 in side.ranks)
+    assert _is_new(Meeting(run=run, lane=lane, seq=2), side) == is_new
