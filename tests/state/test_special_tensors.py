@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nested._internal.nested_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titan_ckpt import LoadPolicy, load, open_checkpoint, save
