@@ -124,25 +124,6 @@ def test_commands_over_a_run_survive_one_bad_step(tmp_path: Path, how: str, caps
         assert open_checkpoint(str(tmp_path)).step == 1
 
 
-def test_ls_lists_the_steps_beside_an_unreadable_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(whole: Any) -> Any:
-        def checked(self: FileStore, path: str = "") -> Any:
-            if path.startswith("step-00000002"):
-                raise PermissionDeniedError("not yours")
-            return whole(self, path)
-
-        return checked
-
-    fill(tmp_path, 1, 2)
-    for name in ("stat", "list"):
-        monkeypatch.setattr(FileStore, name, refuse(getattr(FileStore, name)))
-    assert main(["ls", str(tmp_path)]) == 1
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]]
-    assert rows == [["1", "committed"], ["2", "unreadable"]]
-
-
 def test_a_commit_that_the_store_refuses_is_unreadable(tmp_path: Path) -> None:
     class Refusing(FileStore):
         def stat(self, path: str) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from titan_ckpt.checkpoint.open import list_checkpoints
 from titan_ckpt.cli.main import main
+from titan_ckpt.errors import PermissionDeniedError
 from titan_ckpt.saving.saver import save
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.deletion import delete, plan_removal
@@ -87,3 +89,22 @@ def test_a_step_saved_again_after_the_plan_was_made_stays(tmp_path: Path) -> Non
     fill(tmp_path, 1)
     assert "saved again meanwhile" in delete(store, plan)[0]
     assert committed(tmp_path) == [1, 2]
+
+
+def test_ls_lists_the_steps_beside_an_unreadable_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(whole: Any) -> Any:
+        def checked(self: FileStore, path: str = "") -> Any:
+            if path.startswith("step-00000002"):
+                raise PermissionDeniedError("not yours")
+            return whole(self, path)
+
+        return checked
+
+    fill(tmp_path, 1, 2)
+    for name in ("stat", "list"):
+        monkeypatch.setattr(FileStore, name, refuse(getattr(FileStore, name)))
+    assert main(["ls", str(tmp_path)]) == 1
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert rows == [["1", "committed"], ["2", "unreadable"]]
