@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import TypeAlias
@@ -129,3 +131,17 @@ def check_json(value: object, name: str, depth: int = 0) -> None:
             check_json(inner, f"{name}[{index}]", depth + 1)
     else:
         raise UsageError(f"{name} is of type {type(value).__name__}, which is not JSON: convert it to numbers or text")
+
+
+def text_of_file(path: str, limit: int) -> str:
+    """The text of a file that a caller names, or its first `limit` bytes. OSError, UnicodeDecodeError if it cannot be read.
+
+    A pipe may be named (`<(command)`), but one into which nobody writes is an error, and is not waited for.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        os.set_blocking(descriptor, True)
+        data = file.read(limit)
+    if not data and not os.path.isfile(path):
+        raise OSError(errno.ENODATA, "not a file, and nobody writes into it")
+    return data.decode("utf-8")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import titan_ckpt
+from titan_ckpt.arguments import text_of_file
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.cli.main import main
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.loading.load import LoadPolicy
 from titan_ckpt.resharding.workers import Workers
@@ -221,3 +225,38 @@ def test_a_bad_name_of_an_asset_is_refused_first(assets: dict[str, bytes], tmp_p
     with titan_ckpt.Saver(tmp_path / "run") as saver, pytest.raises(SaveError, match="assets: "):
         saver.save_now({"w": torch.ones(3)}, step=5, assets=assets)
     assert not (tmp_path / "run" / "step-00000005").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["reshard", "memory://x", "memory://y", "--mesh", "tp=1", "--placements", "PIPE"],
+        ["train", "PIPE", "--print-config"],
+        ["ls", "memory://x", "--storage-option", "token=@PIPE"],
+    ],
+    ids=["placements", "config", "secret"],
+)
+def test_a_pipe_without_a_writer_is_not_waited_for(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "settings.toml"
+    os.mkfifo(pipe)
+    assert main([word.replace("PIPE", str(pipe)) for word in command]) == 2
+    assert str(pipe) in capsys.readouterr().err
+
+
+def test_what_comes_through_a_pipe_is_read_to_its_end() -> None:
+    reader, writer = os.pipe()
+    text = "x" * 200_000
+
+    def write() -> None:
+        with open(writer, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert text_of_file(f"/dev/fd/{reader}", 1 << 20) == text
+    finally:
+        os.close(reader)
+        thread.join()

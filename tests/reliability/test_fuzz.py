@@ -20,6 +20,7 @@ import pytest
 from tools.fuzz import mutate
 from tools.fuzz.blocks import Blocks
 from tools.fuzz.campaign import run_campaign
+from tools.fuzz.evidence import MAX_REPEATED, mutate_packed
 from tools.fuzz.families import family
 from tools.fuzz.family import MOST_BYTES
 from tools.fuzz.hunt import CodeRunError, install_watch, problem_of
@@ -146,3 +147,8 @@ def test_a_document_that_shares_its_lists_is_cut_at_the_bound(monkeypatch: pytes
     assert len(mutate.json_text(endless)) == mutate.MOST_BYTES
     plain = [[], ["a", 1.5, None, True, [2]], 7]
     assert json.loads(mutate.json_text(plain)) == plain
+
+
+def test_repetitions_of_packed_files_do_not_grow_without_end() -> None:
+    rng, data = random.Random(1), b"g" + bytes(MAX_REPEATED)
+    assert max(len(mutate_packed(rng, data, [data])) for _ in range(40)) < 1 << 23

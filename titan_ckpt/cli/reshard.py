@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from titan_ckpt.arguments import check_number
+from titan_ckpt.arguments import check_number, text_of_file
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
@@ -26,6 +26,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
+from titan_ckpt.toml_text import MAX_TEXT
 
 EPILOG = """\
 examples:
@@ -113,8 +114,7 @@ def _rules(path: str | None) -> tuple[PlacementRule, ...]:
     if path is None:
         return ()
     try:
-        with open(path, encoding="utf-8") as file:
-            return read_rules(file.read(), where=path)
+        return read_rules(text_of_file(path, MAX_TEXT + 1), where=path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: {why}: give a TOML file with a table [placements]") from error

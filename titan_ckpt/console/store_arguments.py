@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from titan_ckpt.arguments import text_of_file
 from titan_ckpt.console.command import Parser
 from titan_ckpt.errors import UsageError
 from titan_ckpt.location import is_credential, redact_text
@@ -18,6 +19,7 @@ _SHORT = {
     "--profile": ("profile", "NAME", "profile in ~/.aws (default: AWS_PROFILE)"),
     "--region": ("region", "NAME", "region of s3:// (default: AWS_REGION)"),
 }
+MAX_SECRET_BYTES = 1 << 20
 _SEEN = "every user of this machine sees secrets on a command line (ps)"
 
 
@@ -96,8 +98,7 @@ def check_urls(words: Sequence[str]) -> None:
 
 def _content(name: str, path: str) -> str:
     try:
-        with open(os.path.expanduser(path), encoding="utf-8") as file:
-            return file.read().rstrip("\r\n")
+        return text_of_file(os.path.expanduser(path), MAX_SECRET_BYTES).rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"--storage-option: cannot read {path} ({type(error).__name__}), which is to hold {name}"

@@ -39,6 +39,7 @@ from tools.paths import DATA, INCIDENTS
 
 MAX_FILES = 12
 SMALL = 1 << 16
+MAX_REPEATED = 1 << 22  # of a packed file: each repetition may be repeated again
 
 
 def _files(pattern: str, most: int = 24) -> list[bytes]:
@@ -176,9 +177,9 @@ def mutate_packed(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
     if kind == 0:
         size = rng.choice((1 << 16, 1 << 22, 1 << 26))
         return rng.choice((b"g" + gzip.compress(bytes(size), 1), b"z" + zstandard.compress(bytes(size), 1)))
-    if kind == 1:
+    if kind == 1 and len(data) <= MAX_REPEATED:
         return data[:1] + data[1:] * rng.choice((2, 50))
-    if kind == 2:
+    if kind == 2 and len(data) <= MAX_REPEATED:
         return data[:1] + (gzip.compress(b"") if data[:1] == b"g" else zstandard.compress(b"")) * 3000 + data[1:]
     return data[:1] + mutate_bytes(rng, data[1:], [other[1:] for other in others])
 

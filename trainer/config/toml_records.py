@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from titan_ckpt.arguments import nearest
+from titan_ckpt.arguments import nearest, text_of_file
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.location import redact_values
 from titan_ckpt.toml_text import MAX_TEXT, parse_toml
@@ -60,9 +60,7 @@ def read_file(path: str, _chain: tuple[str, ...] = ()) -> tuple[Tree, Origins]:
     if full in _chain:
         raise ConfigError(f"{path}: `base` is circular: {' -> '.join([*_chain, full])}")
     try:
-        with open(path, "rb") as file:
-            text = file.read(4 * MAX_TEXT).decode()
-        own = parse_toml(text, path)
+        own = parse_toml(text_of_file(path, 4 * MAX_TEXT), path)
     except FileNotFoundError as error:
         needed_by = f" (the `base` of {_chain[-1]})" if _chain else ""
         raise ConfigError(f"{path}{needed_by}: no such config file") from error
