@@ -106,7 +106,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 
 
 PATCHES: dict[str, tuple[Any, str, BaseException]] = {
-    "arena": (saver_module, "Arena", MemoryError("no memory for staging")),
+    "arena": (staging, "Arena", MemoryError("no memory for staging")),
     "interrupt": (saver_module, "prepare", KeyboardInterrupt()),
     "upload": (saver_module, "upload", BadTextError()),
     "copies": (staging, "digest", RuntimeError("a digest that fails")),
@@ -123,7 +123,7 @@ def _one_bad_save(rank: int, url: str, what: str, is_async: bool) -> tuple[str, 
             if rank == 1 and what in PATCHES:
                 owner, name, error = PATCHES[what]
                 patch.setattr(owner, name, _raise(error))
-                saver._arena = None
+                saver._staging._arena = None
             try:
                 mine = _break_state(what, state) if rank == 1 else state
                 if is_async:
