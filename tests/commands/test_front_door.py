@@ -164,6 +164,14 @@ def test_the_schema_has_every_setting(capsys: pytest.CaptureFixture[str]) -> Non
     assert _names(schema()) - {table.name for table in tables()} - {"base"} == settings
 
 
+def test_the_schema_has_the_ranges_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--schema"]) == 0
+    properties = json.loads(capsys.readouterr().out)["properties"]
+    assert properties["mesh"]["properties"]["tp"]["minimum"] == 1
+    assert properties["train"]["properties"]["steps"]["minimum"] == 1
+    assert properties["optimizer"]["properties"]["lr"]["maximum"] == 1e38
+
+
 def test_a_misspelt_command_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "tiny"]) == 2
     assert "no command 'trian'; did you mean 'train'?" in capsys.readouterr().err

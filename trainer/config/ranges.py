@@ -21,7 +21,7 @@ MAX_PREFETCH = 1024
 MAX_RATE = 1e38  # of float32: learning rate, weight decay, norm of a gradient
 
 # Name, least, most. The upper limits are far above every run; they stand between a typing error and its allocation.
-_RANGES: tuple[tuple[str, float, float], ...] = (
+RANGES: tuple[tuple[str, float, float], ...] = (
     *((f"model.{name}", 1, MAX_SIZE) for name in ("vocab_size", "dim", "n_heads", "n_kv_heads", "ffn_dim")),
     ("model.n_layers", 1, MAX_LAYERS),
     ("model.head_dim", 0, MAX_SIZE),
@@ -62,7 +62,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 def check_ranges(config: Any) -> None:
     """ConfigError for a number of a `TrainConfig` outside its range, also for NaN, and for products that no machine can hold."""
     is_decoder = isinstance(config.model, ModelConfig)
-    for name, least, most in _RANGES:
+    for name, least, most in RANGES:
         if name.startswith("model.") and not is_decoder:
             continue
         value = attrgetter(name)(config)

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titan_ckpt.arguments import nearest
 from titan_ckpt.errors import UsageError
+from titan_ckpt.trainer.config.ranges import RANGES
 from titan_ckpt.trainer.config.toml_records import describe_type, toml_value
 from titan_ckpt.trainer.config.train_config import TrainConfig
 
@@ -77,6 +78,9 @@ def schema() -> dict[str, Any]:
     model = top["properties"]["model"]
     model.pop("required")  # `from` may give them
     model["properties"]["from"] = {"type": "string", "description": MODEL_FROM.meaning}
+    for name, least, most in RANGES:
+        table, _, key = name.partition(".")
+        top["properties"][table]["properties"][key] |= {"minimum": least, "maximum": most}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "titan-ckpt train"} | top
 
 
