@@ -29,11 +29,13 @@ from titan_ckpt.errors import (
     NotFoundError,
     TitanError,
     UnsafeContentError,
+    UsageError,
 )
 from titan_ckpt.format.commit import find_commit
-from titan_ckpt.location import StrPath, local_path, normalise, parse_location, scheme, url_text
+from titan_ckpt.location import StrPath, local_path, normalise, parse_location, redact, scheme, url_text
 from titan_ckpt.parsing.torch_archive import check_torch_file
 from titan_ckpt.saving.saver import SaveHandle, Saver
+from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 
 LOOK_S = 0.2
@@ -105,8 +107,7 @@ def export_torch(
     how many bytes of how many are read.
     """
     opened = as_checkpoint(checkpoint)
-    folder, _, name = normalise(dst).rpartition("/")
-    store = open_store(folder)
+    store, name = _store_and_name(url_text(dst))
     if store.exists(name):
         raise AlreadyExistsError(f"{store.where(name)}: exists already; give another name or remove it first")
     prefix = f"{only}." if only else ""
@@ -134,6 +135,17 @@ def export_torch(
     return TorchReport(url=url_text(dst), num_tensors=len(tensors), num_values=len(values), size_bytes=size_bytes)
 
 
+def _store_and_name(url: str) -> tuple[Store, str]:
+    """The store of the folder that holds file `url`, and the file's name. UsageError if no store can be there."""
+    folder, _, name = normalise(url).rpartition("/")
+    if scheme(folder) == "file" and os.path.isfile(local_path(folder)):
+        raise UsageError(f"{url}: {local_path(folder)} is a file, not a folder; give another name")
+    try:
+        return open_store(folder), name
+    except UsageError as error:
+        raise UsageError(f"{redact(url)}: {error}") from error
+
+
 def _read(src: str) -> Mapping[str, Any]:
     try:
         if scheme(src) == "file":
@@ -146,8 +158,8 @@ def _read(src: str) -> Mapping[str, Any]:
                 check_torch_file(file, where=src)
             state, size_bytes = torch.load(path, map_location="cpu", weights_only=True), os.path.getsize(path)
         else:
-            folder, _, name = normalise(src).rpartition("/")
-            content = io.BytesIO(open_store(folder).read(name))
+            store, name = _store_and_name(src)
+            content = io.BytesIO(store.read(name))
             check_torch_file(content, where=src)
             content.seek(0)
             state, size_bytes = torch.load(content, map_location="cpu", weights_only=True), content.getbuffer().nbytes

@@ -145,6 +145,8 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("train debug --set steps=3", 2, ("unknown key steps", "did you mean 'train.steps'?")),
     ("train debug --set mesh.tp=0", 2, ("mesh.tp = 0", "at least 1")),
     ("train debug --set mesh.cp=-1", 2, ("mesh.cp = -1", "at least 1")),
+    ("convert to-torch runs/tiny afile/below", 2, ("afile/below", "is a file, not a folder")),
+    ("convert from-torch htp://host/run out", 2, ("htp://host/run", "Protocol not known")),
     ("debug", 2, ("are required: PATH;",)),
     ("debug inject skpi", 2, ("did you mean 'skip'?",)),
     ("debug collect afile", 3, ("it is a file", "that the recorder writes to")),
@@ -233,6 +235,12 @@ def test_a_sample_of_wrong_lines_is_answered_in_one_line() -> None:
     with working_folder() as folder:
         answers = {line: faults(line, ask(line, folder)) for line in random.Random(23).sample(lines, 80)}
     assert {line.words: found for line, found in answers.items() if found} == {}
+
+
+def test_the_judge_wants_the_error_as_json_where_that_is_asked() -> None:
+    line, err = WrongLine(words=("ls", "x", "--json"), wrong="x"), "no 'x'\n"
+    assert faults(line, Answer(exit_code=3, out='{"error": {}}\n', err=err, has_changed=False)) == []
+    assert faults(line, Answer(exit_code=3, out="[]\n", err=err, has_changed=False)) == ["prints to stdout"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     python -m tools.wrong_inputs.campaign [--only COMMAND] [--count N --seed S]
 
-An answer is right if the exit code is 2 or 3, stdout is empty, stderr has one line which names the wrong word and is not a bug's,
-and no file has changed.
+An answer is right if the exit code is 2 or 3, stdout is empty (with `--json`: the error as JSON), stderr has one line
+which names the wrong word and is not a bug's, and no file has changed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import random
 import shlex
@@ -78,10 +79,18 @@ def faults(line: WrongLine, answer: Answer) -> list[str]:
         f"does not name {line.wrong!r}": any(name in answer.err for name in names),
         "says that it is a bug": "internal error" not in answer.err and "Traceback" not in answer.err,
         f"{len(answer.err)} characters": len(answer.err) <= MOST_CHARACTERS,
-        "prints to stdout": not answer.out,
+        "prints to stdout": _is_json_error(answer.out) if "--json" in line.words else not answer.out,
         "changes files": not answer.has_changed,
     }
     return [fault for fault, is_right in checks.items() if not is_right]
+
+
+def _is_json_error(out: str) -> bool:
+    """Whether a program that asked for JSON gets one line of it, with the error."""
+    try:
+        return out.count("\n") == 1 and set(json.loads(out)) == {"error"}
+    except ValueError:
+        return False
 
 
 @contextlib.contextmanager
