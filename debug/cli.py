@@ -17,13 +17,13 @@ from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.no_culprit import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
-from titan_ckpt.debug.diagnosis.seen_situations import seen_situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.html_page import report_html
 from titan_ckpt.debug.report.markdown import report_markdown
+from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.debug.report.trace import num_left_out, trace_parts
 from titan_ckpt.errors import TitanError, UsageError

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from tests.support.small_jobs import job
+from titan_ckpt.debug import diagnose
+from titan_ckpt.debug.diagnosis.align import lanes
+from titan_ckpt.debug.incident.frames import program_frames
+from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
-from titan_ckpt.debug.incident.records import Group
+from titan_ckpt.debug.incident.records import Frame, Group, Thread
 from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.debug.report.as_json import report_json
-from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, LATE, SILENT
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_incident
-from titan_ckpt.tui.data.mesh import with_coordinates
+from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, LATE, PENDING, SILENT, build_grid
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_incident, with_odd_splits
 from titan_ckpt.tui.data.metrics import parse_metric_lines
 from titan_ckpt.tui.data.standing import standing
 from titan_ckpt.tui.data.timeline import build_time_grid
@@ -43,6 +46,16 @@ PACKED = (
     ),
     "job/fsdp2_early_exit/recorder_post",
 )
+ONE_PAIR = """
+0 1 2: all_reduce@1 all_to_all@5?
+splits 0: world#2 4,4,4 4,4,4
+splits 1: world#2 4,4,9 4,4,4
+splits 2: world#2 4,4,4 4,4,4
+"""
+OTHER_SIZE = """
+0 2: all_reduce@1 all_reduce@1 all_reduce(4)@1?
+1: all_reduce@1 all_reduce@1 all_reduce(8)@1?
+"""
 CALM = (VerdictKind.HEALTHY, VerdictKind.RUNNING)
 
 
@@ -137,7 +150,7 @@ def test_the_cursor_starts_in_the_culprits_group(incident: Incident) -> None:
 def test_a_standstill_has_a_moment_in_the_bar(incident: Incident) -> None:
     facts = " ".join(standing(incident, 2e9).facts)
     if incident.began_ns and incident.top.verdict not in (*CALM, VerdictKind.INSUFFICIENT_DATA, VerdictKind.STRAGGLER):
-        assert re.search(r"stuck for \d|stopped \d{4}-\d\d-\d\d", facts), facts
+        assert re.search(r"(stuck|stopped) for \d|stopped \d{4}-\d\d-\d\d", facts), facts
 
 
 def test_ranks_wait_in_the_first_operation_somebody_misses(packed: Path) -> None:
@@ -236,3 +249,39 @@ def test_a_piece_of_a_text_knows_all_of_it_without_secrets() -> None:
         assert row(" ", (cut, Role.BAD)).whole == "PUT https://***@host/a failed at line 7"
     assert row(fitted("ab", 4), ("c", Role.DIM)).whole == "ab  c"
     assert truncate("ab", 4) == fitted("ab", 2) == wrapped("ab", 9)[0] == "ab"
+
+
+def incident_of(text: str) -> Incident:
+    run = job(text)
+    verdicts = tuple(diagnose(run))
+    found = tuple(with_odd_splits(run, lane, verdicts[0]) for lane in lanes(run))
+    return Incident(run=run, verdicts=verdicts, lanes=found, states={})
+
+
+@pytest.mark.parametrize("text", [ONE_PAIR, OTHER_SIZE])
+def test_the_grid_marks_the_rank_whose_splits_do_not_fit(text: str) -> None:
+    incident = incident_of(text)
+    assert build_grid(incident.run, incident.lanes[0]).codes[:, -1].tolist() == [PENDING, DIFFERS, PENDING]
+
+
+def test_of_two_suspects_one_differs_from_the_other() -> None:
+    both = "0 1: all_to_all@5?\nsplits 0: world#1 4,4 4,4\nsplits 1: world#1 6,4 4,4"
+    incident = incident_of(both)
+    assert incident.top.suspects == (0, 1)
+    assert build_grid(incident.run, incident.lanes[0]).codes[:, -1].tolist() == [PENDING, DIFFERS]
+
+
+def test_details_of_an_operation_show_its_splits() -> None:
+    incident = incident_of(ONE_PAIR)
+    shown = [line.text for line in operation_rows(incident, incident.lanes[0], 2, 1, 80)]
+    assert any("splits" in line and "sends [4, 4, 9], expects [4, 4, 4]" in line for line in shown)
+
+
+def test_frames_of_our_recorder_are_left_out() -> None:
+    own = [
+        Frame(file=f"/x/titan_ckpt/debug/record/{name}.py", line=1, function=name)
+        for name in ("own_stacks", "recorder")
+    ]
+    mine = Frame(file="/job/train.py", line=7, function="main")
+    assert program_frames(Thread(name="", frames=(*own, mine))) == (mine,)
+    assert program_frames(Thread(name="", frames=(mine,))) == (mine,)

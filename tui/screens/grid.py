@@ -115,9 +115,9 @@ class GridPane(Pane):
 
     def _divide(self) -> None:
         """Under few ranks on a tall terminal show the ranks over time; the list then has the height that it needs."""
-        few = 0 if self._grid is None else len(self._grid.members) + _AROUND
-        height = max(few, _LEAST_HEIGHT)
-        is_roomy = bool(few) and not self._is_time and height + _LEAST_BARS <= self.size.height
+        lanes = self.session.incident.value.lanes if self.session.incident.value is not None else ()
+        height = max(len(lanes[self.session.lane % len(lanes)].members) + _AROUND, _LEAST_HEIGHT) if lanes else 0
+        is_roomy = bool(lanes) and not self._is_time and height + _LEAST_BARS <= self.size.height
         self.set_class(not is_roomy, "-tight")
         self.query_one(".split").styles.height = height if is_roomy and self.app.has_class("-wide") else "1fr"
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import Run
-from titan_ckpt.tui.data.arrays import Ints
+from titan_ckpt.debug.incident.records import Array, Run
 
 _MOST_AXES = 8
 
@@ -22,7 +21,7 @@ class _Axis:
     name: str
     size: int
     stride: int
-    places: Ints
+    places: Array
 
 
 def with_coordinates(run: Run) -> Run:
