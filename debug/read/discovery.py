@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import EARLIER, earlier_attempt, earlier_attempts
-from titan_ckpt.debug.read.several import find_several
+from titan_ckpt.debug.read.several import TORCHRUN_NAMES, find_several
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.parsing.unpacking import PACKED, unpacked
 from titan_ckpt.store.base import Store
@@ -22,8 +22,8 @@ TAIL_OF_LOG = 12 << 20
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(?<![\d])0*(\d{1,6})$")
-_TORCHRUN = re.compile(
-    r"(?P<base>(?:^|.*/)attempt_\d{1,6})/(?P<local>\d{1,6})/(?:(?:stdout|stderr)\.log(?:\.gz|\.zst)?|error\.json)$"
+_TORCHRUN = re.compile(  # of one attempt alone, too: `debug LOGS/attempt_0`
+    rf"(?:(?P<base>(?:^|.*/)attempt_\d{{1,6}})/|^)(?P<local>\d{{1,6}})/{TORCHRUN_NAMES}$"
 )
 TEXT_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _ENDINGS = frozenset((".json", ".jsonl", ".stacks", ".box", ".pickle", ".pkl", ".pt", ".svg", *TEXT_ENDINGS))
@@ -126,9 +126,10 @@ def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFil
     name = path.rpartition("/")[2]
     bare, suffix = _split(name)
     rank, rest = _rank_of(path, bare)
+    of_torchrun = _TORCHRUN.match(path)
     return EvidenceFile(
         path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
-        size_bytes=size_bytes, modified_s=modified_s, host_folder=match["base"] if (match := _TORCHRUN.match(path)) else "",
+        size_bytes=size_bytes, modified_s=modified_s, host_folder=(of_torchrun["base"] or "") if of_torchrun else "",
     )  # fmt: skip
 
 

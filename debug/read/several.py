@@ -16,7 +16,8 @@ _RANKED = re.compile(r"rank[_-]?\d{1,6}|(?:trace|dump|fr)\w{0,20}_\d{1,6}$", re.
 _CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst)?$", re.IGNORECASE)
 _HOST = re.compile(r"(?:node|host|gpu|worker|master|pod|ip|cn|n)[-_]?\d|\d{1,3}(?:[.-]\d{1,3}){3}", re.IGNORECASE)
 _SAID_RANK = re.compile(rb"\[rank(\d{1,6})\]:|\brank\s{0,8}: (\d{1,6}) \(local_rank")
-_TORCHRUN = re.compile(r"(?:^|/)attempt_\d{1,6}/\d{1,6}/")
+TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst)?|error\.json)"
+_TORCHRUN = re.compile(rf"(?:^|/)attempt_\d{{1,6}}/\d{{1,6}}/|^\d{{1,6}}/{TORCHRUN_NAMES}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,15 +175,18 @@ def test_entries_of_a_log_service_are_opened(name: str, tmp_path: Path) -> None:
     assert event.frame.place == "/job/a.py:3"
 
 
-def test_error_file_of_torchelastic_is_that_ranks_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opened", ["", "none_ab12/attempt_0"])
+def test_error_file_of_torchelastic_is_that_ranks_error(tmp_path: Path, opened: str) -> None:
     folder = tmp_path / "none_ab12" / "attempt_0" / "1"
     folder.mkdir(parents=True)
     extra = {"py_callstack": "\n".join(TRACEBACK), "timestamp": "1795312028"}
     (folder / "error.json").write_text(json.dumps({"message": {"message": "KeyError: 1", "extraInfo": extra}}))
     (tmp_path / "none_ab12" / "attempt_0" / "0").mkdir()
     (tmp_path / "none_ab12" / "attempt_0" / "0" / "stderr.log").write_text("step 1\n")
-    top = diagnose(open_run(str(tmp_path)))[0]
+    run = open_run(str(tmp_path / opened))
+    top = diagnose(run)[0]
     assert (top.verdict, top.culprits, top.file, top.line) == (VerdictKind.RANK_DIED, (1,), "/job/a.py", 3)
+    assert sorted(run.ranks) == [0, 1]
 
 
 def test_traceback_that_spawn_repeats_is_of_the_process() -> None:
