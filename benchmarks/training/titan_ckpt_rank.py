@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.training.turns import take_turns
 from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
+from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -21,15 +23,23 @@ MODEL = ModelConfig(
     vocab_size=2048, dim=256, n_layers=6, n_heads=16, n_kv_heads=16, ffn_dim=768, rope_theta=500_000.0,
     rope_scaling=LLAMA3_SCALING,
 )  # fmt: skip
+# its Qwen3 "debugmodel_moe"
+MIXTURE = ModelConfig(
+    vocab_size=2048, dim=256, n_layers=8, n_heads=16, n_kv_heads=8, head_dim=128, ffn_dim=768, rope_theta=1_000_000.0,
+    norm_eps=1e-6, qk_norm=True, family="qwen3_moe", experts=ExpertsConfig(number=64, per_token=8, ffn_dim=768),
+)  # fmt: skip
 
 
 def main(job: dict[str, Any]) -> None:
     """Train on random tokens, a step at a time."""
     torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
-    parallel = ParallelConfig(pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], microbatches=job["pp"])
+    parallel = ParallelConfig(
+        pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], ep=job["ep"], microbatches=job["pp"]
+    )
     mesh = mesh_spec(parallel, dist.get_world_size())
-    model = build_parallel_model(decoder(MODEL), parallel, mesh, device=torch.device("cpu"), seed=0)
+    shape = replace(MIXTURE, n_layers=job["mixture_layers"]) if job["mixture_layers"] else MODEL
+    model = build_parallel_model(decoder(shape), parallel, mesh, device=torch.device("cpu"), seed=0)
     optimizer = build_optimizer(model, OptimizerConfig())
     batch = job["batch_size"] // job["dp_shard"]
     valid = job["batch_size"] * job["seq_len"]

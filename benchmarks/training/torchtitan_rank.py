@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.turns import take_turns
-from tools.training.torchtitan_model import build, debug_spec, token_loss
+from tools.training.torchtitan_model import build, debug_spec, mixture_spec, token_loss
 
 
 def main(job: dict[str, Any]) -> None:
@@ -21,8 +21,9 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
     batch = job["batch_size"] // job["dp_shard"]
-    mesh = {axis: job[axis] for axis in ("dp_shard", "tp", "pp")}
-    model = build(debug_spec(), local_batch_size=batch, seq_len=job["seq_len"], **mesh)
+    mesh = {axis: job[axis] for axis in ("dp_shard", "tp", "pp", "ep")}
+    spec = mixture_spec(job["mixture_layers"]) if job["mixture_layers"] else debug_spec()
+    model = build(spec, local_batch_size=batch, seq_len=job["seq_len"], **mesh)
     optimizer = default_adamw(lr=1e-3).build(model_parts=model.parts)
     loss_fn = token_loss()
     valid = torch.tensor(job["batch_size"] * job["seq_len"])
@@ -41,7 +42,9 @@ def main(job: dict[str, Any]) -> None:
                 loss, _ = loss_fn(model.parts[0](inputs), labels, valid)
                 loss.backward()
         weights = [p for part in model.parts for p in part.parameters()]
-        titan.clip_grad_norm_(weights, 1.0, foreach=True, pp_mesh=model.dims.get_optional_mesh("pp"))
+        titan.clip_grad_norm_(
+            weights, 1.0, foreach=True, pp_mesh=model.dims.get_optional_mesh("pp"), ep_enabled=job["ep"] > 1
+        )
         optimizer.step()
 
     take_turns(step)

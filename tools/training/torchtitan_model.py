@@ -41,6 +41,15 @@ def debug_spec() -> Any:
     return model_registry("debugmodel")
 
 
+def mixture_spec(layers: int) -> Any:
+    """The first layers of torchtitan's Qwen3 "debugmodel_moe": dim 256, 64 experts of 768, 8 for each token."""
+    from torchtitan.models.qwen3 import model_registry
+
+    spec = model_registry("debugmodel_moe")
+    del spec.model.layers[layers:]
+    return spec
+
+
 def token_loss(vocabulary: int = VOCABULARY) -> Any:
     """torchtitan's plain loss on full logits."""
     from torchtitan.components.loss import CrossEntropyLoss
@@ -50,7 +59,14 @@ def token_loss(vocabulary: int = VOCABULARY) -> Any:
 
 
 def build(
-    spec: Any, *, local_batch_size: int, seq_len: int, dp_shard: int | None = None, tp: int = 1, pp: int = 1
+    spec: Any,
+    *,
+    local_batch_size: int,
+    seq_len: int,
+    dp_shard: int | None = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
 ) -> TitanModel:
     """The model of `spec` with random weights, fp32, on the mesh of all ranks (`dp_shard` None: FSDP2 over all)."""
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -62,8 +78,9 @@ def build(
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor", data_parallel_shard_degree=dp_shard or dist.get_world_size(),
-        tensor_parallel_degree=tp, pipeline_parallel_degree=pp, pipeline_parallel_first_stage_less_layers=0,
-        pipeline_parallel_last_stage_less_layers=0, pipeline_parallel_microbatch_size=max(1, local_batch_size // 2),
+        tensor_parallel_degree=tp, pipeline_parallel_degree=pp, expert_parallel_degree=ep,
+        pipeline_parallel_first_stage_less_layers=0, pipeline_parallel_last_stage_less_layers=0,
+        pipeline_parallel_microbatch_size=max(1, local_batch_size // 2),
     )  # fmt: skip
     training = TrainingConfig(local_batch_size=local_batch_size, seq_len=seq_len, mixed_precision_param="float32")
     dims = ParallelDims.from_config(parallelism, dist.get_world_size())
