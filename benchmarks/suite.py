@@ -102,7 +102,10 @@ SUITES = (
     Suite(name="reshard_plan_scale", module="resharding.reshard_plan_scale"),
     Suite(name="expert_plan_scale", module="resharding.expert_plan_scale"),
     Suite(name="trainer_vs_torchtitan", module="training.trainer_vs_torchtitan", limit_s=1800.0, needs_titan=True),
-    Suite(name="mixture_vs_torchtitan", module="training.mixture_vs_torchtitan", limit_s=1800.0, needs_titan=True),
+    Suite(
+        name="mixture_vs_torchtitan", module="training.trainer_vs_torchtitan", arguments=("--mixture",), limit_s=1800.0,
+        needs_titan=True,
+    ),
     Suite(name="trainer_gpu", module="training.trainer_gpu", limit_s=1800.0, needs_titan=True, missing=_has_gpu),
     Suite(name="async_tp", module="overlap.async_tp"),
     Suite(name="vision", module="training.vision", missing=lambda: _is_installed("sklearn")),

@@ -1,9 +1,10 @@
 """Tokens per second of this trainer against torchtitan 0.3.0 on CPU and gloo, on the same model, mesh, batch and threads.
 
     python -m venv titan && titan/bin/pip install torchtitan==0.3.0 triton torch==<the same>
-    python -m benchmarks.training.trainer_vs_torchtitan --titan titan/bin/python [--rounds 20]
+    python -m benchmarks.training.trainer_vs_torchtitan --titan titan/bin/python [--rounds 20] [--mixture]
 
-The two alternate step by step; a ratio is the median over pairs of steps, torchtitan's seconds over ours.
+The two alternate step by step; a ratio is the median over pairs of steps, torchtitan's seconds over ours. `--mixture` trains a
+mixture of experts in place of a dense model.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from benchmarks.training.turns import Job
 from titan_ckpt.demo.ports import free_port
 from tools.report import Measurement, median, spread, write_section
 
-WARMUP, BAR = 2, 1.05
+WARMUP, BAR, MIXTURE_BAR = 2, 1.05, 1.0
+MIXTURE_LAYERS = 2
 TITLE = "A training step against torchtitan 0.3.0, 6.2 M parameters, gloo"
 MESHES: dict[str, dict[str, int]] = {
     "1 rank": {"pp": 1, "dp_shard": 1, "tp": 1},
@@ -33,6 +35,16 @@ twice as long; torchtitan multiplies q, k and v in one product, ours in three, a
 `CrossEntropyLoss` on whole logits, the quickest that it has here, ours finds the gradient while it has the logits; torchtitan
 puts FSDP around one rank too, as its own `parallelize` does; its attention is SDPA, since FlexAttention has no backward on a CPU.
 Four ranks share two cores."""
+
+MIXTURE_TITLE = "A step of a mixture of experts against torchtitan 0.3.0, gloo"
+MIXTURE_MESHES: dict[str, dict[str, int]] = {
+    "1 rank": MESHES["1 rank"],
+    "FSDP2 x2": MESHES["FSDP2 x2"],
+    "EP2": MESHES["FSDP2 x2"] | {"ep": 2},
+}
+MIXTURE_NOTES = f"""The first {MIXTURE_LAYERS} layers of torchtitan's Qwen3 "debugmodel_moe" (dim 256, 64 experts of width 768,
+8 for each token, vocabulary 2048) in both, fp32, eager, 8 samples of 256 tokens a step, one thread per rank: forward,
+backward, clipping and AdamW. The two take turns as in the section before, and neither balances the experts."""
 
 
 def compare(
@@ -65,13 +77,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--titan", required=True, help="a python that has torchtitan 0.3.0")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", choices=list(MESHES), action="append")
+    parser.add_argument("--only", choices=sorted({*MESHES, *MIXTURE_MESHES}), action="append")
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts, on other meshes")
     options = parser.parse_args(arguments)
+    meshes, bar, layers = (MIXTURE_MESHES, MIXTURE_BAR, MIXTURE_LAYERS) if options.mixture else (MESHES, BAR, 0)
+    section = ("trainer mixture torchtitan", MIXTURE_TITLE) if options.mixture else ("trainer torchtitan", TITLE)
+    notes = MIXTURE_NOTES if options.mixture else NOTES
+    if unknown := set(options.only or ()) - set(meshes):
+        parser.error(f"--only {unknown.pop()}: meshes are {', '.join(meshes)}")
     bars: list[Measurement] = []
-    for name in options.only or MESHES:
-        bars.append(compare(name, MESHES[name], options.titan, options.rounds, bar=BAR))
+    for name in options.only or meshes:
+        bars.append(compare(name, meshes[name], options.titan, options.rounds, bar=bar, mixture_layers=layers))
         if not options.only:  # written after each mesh, so that an interrupted run keeps its results
-            write_section("trainer torchtitan", TITLE, bars, NOTES)
+            write_section(*section, bars, notes)
     return int(not all(bar.holds for bar in bars))
 
 
