@@ -81,16 +81,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts, on other meshes")
     options = parser.parse_args(arguments)
     meshes, bar, layers = (MIXTURE_MESHES, MIXTURE_BAR, MIXTURE_LAYERS) if options.mixture else (MESHES, BAR, 0)
-    section = ("trainer mixture torchtitan", MIXTURE_TITLE) if options.mixture else ("trainer torchtitan", TITLE)
-    notes = MIXTURE_NOTES if options.mixture else NOTES
     if unknown := set(options.only or ()) - set(meshes):
         parser.error(f"--only {unknown.pop()}: meshes are {', '.join(meshes)}")
     bars: list[Measurement] = []
     for name in options.only or meshes:
         bars.append(compare(name, meshes[name], options.titan, options.rounds, bar=bar, mixture_layers=layers))
         if not options.only:  # written after each mesh, so that an interrupted run keeps its results
-            write_section(*section, bars, notes)
+            _write(bars, is_mixture=options.mixture)
     return int(not all(bar.holds for bar in bars))
+
+
+def _write(bars: list[Measurement], *, is_mixture: bool) -> None:
+    if is_mixture:
+        write_section("trainer mixture torchtitan", MIXTURE_TITLE, bars, MIXTURE_NOTES)
+    else:
+        write_section("trainer torchtitan", TITLE, bars, NOTES)
 
 
 if __name__ == "__main__":
