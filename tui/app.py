@@ -17,7 +17,7 @@ from textual.widgets import ContentSwitcher, Input
 
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar
+from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar, paint_bars
 from titan_ckpt.tui.commands import Jumps, Palette, system_commands
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.editor import open_in_editor
@@ -376,11 +376,7 @@ class TitanApp(App[None]):
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 
     def _paint_bars(self) -> None:
-        """The bars on top of every screen; none any more while the program ends, no tab while another session is opened."""
-        shown = (pane.number for pane in self.query(Pane) if pane.display)
-        for number, tabs, bar in zip(shown, self.query(TabBar), self.query(VerdictBar), strict=False):
-            tabs.show_tabs(number, self.session.empty_screens)
-            bar.show_verdict(self.session)
+        paint_bars(self, self.session)
 
     def _repaint(self) -> None:
         """Paint all lines anew: the size or the colours have changed, or another program wrote on the terminal."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 from rich.text import Text
 from textual import events
+from textual.app import App
 from textual.keys import _character_to_key
 from textual.message import Message
 
@@ -17,6 +19,7 @@ from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.looks import looks_of
 from titan_ckpt.tui.widgets.one_line import OneLine
+from titan_ckpt.tui.widgets.pane import Pane
 
 Keys = Sequence[tuple[str, str]]
 _GAP = 2
@@ -161,3 +164,12 @@ def tabs_text(current: int, width: int) -> str:
         if len(text) <= width:
             break
     return text
+
+
+def paint_bars(app: App[Any], session: Session) -> None:
+    """The bars on top of every screen; none any more while the program ends, no tab while another session is opened."""
+    for pane in app.query(Pane):
+        for tabs in app.query(TabBar) if pane.display else ():
+            tabs.show_tabs(pane.number, session.empty_screens)
+    for bar in app.query(VerdictBar):
+        bar.show_verdict(session)

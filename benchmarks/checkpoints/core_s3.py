@@ -24,7 +24,7 @@ from s3torchconnector import S3ClientConfig
 from s3torchconnector.dcp import S3StorageReader, S3StorageWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-from benchmarks.checkpoints.core_local import make_state, tensors_of
+from benchmarks.checkpoints.states import make_state, tensors_of
 from benchmarks.checkpoints.training_rate import bench_rate
 from titan_ckpt.demo.s3_server import Server, running_server
 from titan_ckpt.loading.load import LoadReport, load

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
+from benchmarks.checkpoints.states import make_state
 from titan_ckpt.saving.options import SaveOptions
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.store.open import open_store
@@ -94,8 +95,6 @@ class Uploads:
 
 def measure(mode: str, size_gb: float, url: str, pace_mb_per_s: float) -> tuple[float, float]:
     """Steps per second during back-to-back uploads over those idle, in alternating slices; seconds of training lost per GB."""
-    from benchmarks.checkpoints.core_local import make_state  # it imports this module
-
     torch.set_num_threads(1)
     uploads = Uploads(mode, make_state(size_gb), url, pace_mb_per_s)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20)))

@@ -57,11 +57,10 @@ from titan_ckpt.debug.incident.confidence import (
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import hang_stack, is_library, user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
-from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import STALL, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
 
 MAX_VERDICTS = 8
-STALL = "stall"  # why a recorder dumped
 RECORDER_THREADS = "titan-recorder"  # how the names of its threads begin
 SILENCE_S = 10.0
 

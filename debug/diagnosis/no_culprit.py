@@ -25,8 +25,17 @@ from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
-from titan_ckpt.debug.incident.records import TIMER, Evidence, Frame, RankRecord, Run, Situation, StackSnapshot, Verdict
+from titan_ckpt.debug.incident.kinds import STALL, EventKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.records import (
+    TIMER,
+    Evidence,
+    Frame,
+    RankRecord,
+    Run,
+    Situation,
+    StackSnapshot,
+    Verdict,
+)
 from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 NO_FAULT = (EventKind.PREEMPTED, EventKind.TIME_LIMIT)
@@ -79,7 +88,7 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
 def _has_stall(run: Run) -> bool:
     """Whether a recorder saw its stall time pass without progress, and nothing newer of its rank was collected."""
     reasons = (one.reason for record in run.ranks.values() for found in (record.dumps, record.stacks) for one in found)
-    return any(reason.startswith("stall") for reason in reasons)
+    return any(reason.startswith(STALL) for reason in reasons)
 
 
 def _lacks_end(run: Run) -> bool:

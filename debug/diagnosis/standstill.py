@@ -12,7 +12,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.contradictions import is_last_word
-from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, VerdictKind
+from titan_ckpt.debug.incident.kinds import STALL, EventKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 from titan_ckpt.debug.incident.waits import looked_at_ns, pending
 
@@ -21,7 +21,6 @@ UNKNOWN_PACE_S = 60.0  # where too little was recorded to know how long a step t
 TIMES_LONGEST_GAP = 2.0  # a wait this many times as long as the longest before is no slow step
 BEGINNING_S = 30.0  # imports take as long on a busy host
 LEAST_GAPS = 8
-STALL = "stall"
 
 # Verdicts that say only that a rank has not come yet. The others (a death, operations that disagree) hold in a live job too.
 NOT_YET = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from titan_ckpt.debug.incident.kinds import RankState
+from titan_ckpt.debug.incident.kinds import DEMAND, STALL, RankState
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
 
 _LIBRARY = re.compile(
@@ -158,9 +158,9 @@ def _is_alike(a: Frame, b: Frame) -> bool:
 
 def _lateness(reason: str) -> int:
     """How late in a hang a snapshot of this reason is taken."""
-    if not reason or reason.startswith("stall"):
+    if not reason or reason.startswith(STALL):
         return 0
-    return 1 if "gil" in reason or "term" in reason.lower() or "demand" in reason else 2
+    return 1 if "gil" in reason or "term" in reason.lower() or DEMAND in reason else 2
 
 
 def main_thread_state(main: Thread) -> tuple[RankState, str]:

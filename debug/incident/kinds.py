@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+STALL, DEMAND = "stall", "demand"  # why a recorder dumped: its stall time passed without progress; somebody asked
+
 
 class VerdictKind(StrEnum):
     """What went wrong; `docs/hangs.md` explains each."""

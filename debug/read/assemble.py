@@ -11,7 +11,7 @@ import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
 from titan_ckpt.debug.incident.frames import is_importing, user_frame
-from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
+from titan_ckpt.debug.incident.kinds import DEMAND, STALL, DumpKind, FlagKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
@@ -38,8 +38,6 @@ from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.several_files import group_by_rank, merge_logs
 from titan_ckpt.store.base import Store
-
-STALL, DEMAND = "stall", "demand"  # why a recorder dumped
 
 
 @dataclass(slots=True)
@@ -131,7 +129,7 @@ def _is_box_newer(found: RankEvidence) -> bool:
     Operations would then have the box's names on this rank and the dumps' on others, so all take the box's."""
     box = found.box.operations if found.box else NO_OPERATIONS
     newest = int(box["created_ns"][box["p2p"] == 0].max(initial=0))
-    if any(dump.reason != "demand" for dump, _ in found.dumps):
+    if any(dump.reason != DEMAND for dump, _ in found.dumps):
         return False
     return not found.dumps or newest > max(int(table["created_ns"].max(initial=0)) for _, table in found.dumps)
 

@@ -34,6 +34,7 @@ from typing import IO, Any
 import torch
 
 from titan_ckpt.debug.incident.black_box import CAPACITY
+from titan_ckpt.debug.incident.kinds import DEMAND, STALL
 from titan_ckpt.debug.record.demand import DemandServer
 from titan_ckpt.debug.record.earlier import set_aside
 from titan_ckpt.debug.record.environment import environment
@@ -122,7 +123,7 @@ class Recorder:
     def _begin(self) -> None:
         self._hooks.install()
         self._server = WorkerServer.start(self.folder / f"{self._stem}.sock")
-        self._demands = DemandServer.start(self.folder / f"{self._stem}.ask", self.rank, lambda: self.dump("demand"))
+        self._demands = DemandServer.start(self.folder / f"{self._stem}.ask", self.rank, lambda: self.dump(DEMAND))
         self._write_sidecar()
         faulthandler.enable(self._fatal_file)
         if threading.current_thread() is threading.main_thread():
@@ -309,7 +310,7 @@ class Recorder:
     def _dump_stall(self) -> None:
         """Runs in its own thread: a dump may take long, and the heartbeat must go on."""
         position = self._position()
-        self.dump("stall")
+        self.dump(STALL)
         if self._position() != position:
             self._forget_stall()
 
@@ -351,7 +352,7 @@ class Recorder:
             if self._on_signal is None and previous.get(signal.SIGTERM) == signal.SIG_DFL:
                 self._die(signal.SIGTERM)
         elif signal.SIGUSR2 in data and not self._ended.is_set():
-            self.dump("demand")
+            self.dump(DEMAND)
 
     def _die(self, number: int) -> None:
         """End the process as the signal would without our handler."""

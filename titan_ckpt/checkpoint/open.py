@@ -205,11 +205,8 @@ def _what_is_there(store: Store) -> str:
     if scheme(store.url) == "file" and os.path.isfile(local_path(store.url)):
         return "it is a file, not the folder of a run; `titan-ckpt convert from-torch` imports a torch file"
     has_something = bool(store.folders()) or next(store.list(), None) is not None
-    return (
-        f"it has no step folder{nearby(store.url)}"
-        if has_something
-        else f"the folder is empty or does not exist{nearby(store.url)}"
-    )
+    what = "it has no step folder" if has_something else "the folder is empty or does not exist"
+    return f"{what}{nearby(store.url)}"
 
 
 def _steps(store: Store) -> list[int]:

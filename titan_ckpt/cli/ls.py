@@ -64,9 +64,12 @@ def run(arguments: Namespace) -> int:
 
 def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
     commit = info.commit
-    size, age = (
-        _size_and_age(store, info, now_s) if commit is None else (commit.size_bytes, age_s(commit.created, now_s))
-    )
+    size: int | None
+    age: float | None
+    if commit is None:
+        size, age = _size_and_age(store, info, now_s)
+    else:
+        size, age = commit.size_bytes, age_s(commit.created, now_s)
     return {
         "step": info.step,
         "state": info.state,

@@ -40,11 +40,8 @@ from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_CELLS_AT_ONCE = 1_000_000
-_AROUND, _LEAST_HEIGHT, _LEAST_BARS = (
-    5,
-    17,
-    9,
-)  # lines around the cells; of the list with its details; of the bars below
+_AROUND = 5  # lines around the cells
+_LEAST_HEIGHT, _LEAST_BARS = 17, 9  # lines of the list with its details, and of the bars below
 
 
 class GridPane(Pane):
