@@ -49,6 +49,26 @@ def test_a_mark_of_a_deletion_stops_a_save(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_a_job_killed_while_it_deleted_does_not_stop_the_saves_of_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = SaveOptions(incremental=True)
+    with Saver(str(tmp_path), options) as saver:
+        saver.save_now(state(1), step=1)
+    mark = next((tmp_path / "step-00000001").glob("a-*")) / "deleting" / "0123456789abcdef.txt"
+    mark.parent.mkdir()
+    mark.write_bytes(b"")
+    written = []
+    for step in (2, 3):
+        with Saver(str(tmp_path), options) as saver:
+            written.append(saver.save_now(state(step), step=step).written_bytes)
+    assert written[0] > written[1]
+    assert f"{mark.parent.parent}: a deletion began here and has not ended" in caplog.text
+    remove(FileStore(str(tmp_path)), OLD_AND_ALL)
+    assert not mark.exists()
+    assert verify(f"{tmp_path}@3", read_data=True) == []
+
+
 def test_a_mark_counts_no_more_after_a_day(tmp_path: Path) -> None:
     with Saver(str(tmp_path), SaveOptions(incremental=True)) as saver:
         saver.save_now(state(1), step=1)

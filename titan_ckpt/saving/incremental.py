@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError
 from titan_ckpt.format.manifest import DIGEST_BYTES, FileEntry
-from titan_ckpt.format.names import step_folder
+from titan_ckpt.format.names import marks_folder, step_folder
 from titan_ckpt.saving.upload import ChunkKey, Known, RankPart, StoredChunk, chunk_key, part_chunks
 from titan_ckpt.state.state_dict import LocalShard
 from titan_ckpt.store.base import Store
@@ -26,10 +27,14 @@ class KnownChunks:
         self._known: Known | None = None
 
     def find(self, store: Store, items: list[LocalShard]) -> Known:
-        """Those of this saver's last save, or on its first save those of the newest checkpoint in the run."""
+        """Those of this saver's last save, or on its first save those of the newest checkpoint in the run.
+
+        On its first save none beside a mark of a deletion: a job that was killed while it deleted leaves one.
+        """
         if self._is_incremental and self._known is None:
             try:
-                self._known = known_of_checkpoint(open_checkpoint(store.url, store=store), items)
+                known = known_of_checkpoint(open_checkpoint(store.url, store=store), items)
+                self._known = _without_marked(store, known)
             except NotCommittedError:
                 self._known = {}
             except CheckpointError as error:
@@ -67,6 +72,19 @@ def known_of_checkpoint(checkpoint: Checkpoint, items: Iterable[LocalShard]) -> 
                 digest=digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES],
             )  # fmt: skip
     return known
+
+
+def _without_marked(store: Store, known: Known) -> Known:
+    folders = {_folder(chunk) for chunk in known.values()}
+    marked = {folder for folder in folders if any(store.list(marks_folder(folder)))}
+    for folder in sorted(marked):
+        log.warning("%s: a deletion began here and has not ended; what is in it is written again", store.where(folder))
+    return {key: chunk for key, chunk in known.items() if _folder(chunk) not in marked}
+
+
+def _folder(chunk: StoredChunk) -> str:
+    """The attempt's folder in the run that holds a chunk of another step."""
+    return os.path.dirname(chunk.file.path.removeprefix("../"))
 
 
 def known_of_save(items: Sequence[LocalShard], chunks: Sequence[StoredChunk], step: int) -> Known:
