@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import ConfigError, StoreError
-from titan_ckpt.format.names import RUN_ID
+from titan_ckpt.format.names import COMMIT, RUN_ID
 from titan_ckpt.saving import second_tier
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
+from titan_ckpt.store.base import ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.ownership import join_tiers
 from tools.rank_pool import RankPool
@@ -144,3 +145,20 @@ def test_no_rank_copies_to_a_second_tier_that_is_refused(tmp_path: Path, how: st
 
 def _full_disk(*_: Any) -> Any:
     raise StoreError("no room")
+
+
+def test_a_step_that_cannot_be_read_while_the_tiers_are_joined_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Saver(str(tmp_path / "fast")) as saver:
+        save(saver, 1, 1)
+    stat = FileStore.stat
+
+    def refuses(self: FileStore, path: str) -> ObjectInfo:
+        if path.endswith(COMMIT):
+            raise StoreError("refused for now")
+        return stat(self, path)
+
+    monkeypatch.setattr(FileStore, "stat", refuses)
+    join_tiers(FileStore(str(tmp_path / "fast")), FileStore(str(tmp_path / "safe")))
+    assert f"{tmp_path / 'fast'}@1 is left for the next save: refused for now" in caplog.text

@@ -20,7 +20,7 @@ from itertools import chain
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
@@ -34,7 +34,7 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
 from titan_ckpt.upkeep.deletion import read_unmirrored
-from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers
+from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers, list_tier
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
@@ -291,12 +291,8 @@ def left_over(source: Store, target: Store) -> set[int]:
 
 
 def _committed(store: Store) -> set[int]:
-    """The committed steps of a tier. One that the store refuses to read is left for the next look, and said."""
-    infos = list_checkpoints(store)
-    for info in infos:
-        if info.state == CheckpointState.UNREADABLE:
-            log.warning("second tier: %s@%d is left for the next save: %s", store, info.step, info.problem)
-    return {info.step for info in infos if info.state == CheckpointState.COMMITTED}
+    """The committed steps of a tier."""
+    return {info.step for info in list_tier(store) if info.state == CheckpointState.COMMITTED}
 
 
 def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:

@@ -10,6 +10,7 @@ goes on with the run on another machine, whose fast tier is empty, may copy to t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -19,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import list_checkpoints
+from titan_ckpt.checkpoint.open import CheckpointInfo, list_checkpoints
 from titan_ckpt.errors import (
     AlreadyExistsError,
     CheckpointError,
@@ -32,6 +33,7 @@ from titan_ckpt.format.commit import read_record
 from titan_ckpt.format.names import OWNER, RUN_ID
 from titan_ckpt.store.base import Store, read_if_any
 
+log = logging.getLogger(__name__)
 _ABOUT_ID = "# Names the run whose checkpoints are here; the same in all its tiers."
 
 
@@ -115,8 +117,17 @@ def _steps_of_others(first: Store, second: Store) -> list[int]:
 
 def _attempts(store: Store) -> dict[int, str]:
     """The attempt of each step that was committed; empty for a step that cannot be opened."""
-    infos = (info for info in list_checkpoints(store) if info.state != CheckpointState.PARTIAL)
+    infos = (info for info in list_tier(store) if info.state != CheckpointState.PARTIAL)
     return {info.step: "" if info.commit is None else info.commit.attempt for info in infos}
+
+
+def list_tier(store: Store) -> list[CheckpointInfo]:
+    """The steps of a tier; those that the store refuses to read are also logged."""
+    infos = list_checkpoints(store)
+    for info in infos:
+        if info.state == CheckpointState.UNREADABLE:
+            log.warning("second tier: %s@%d is left for the next save: %s", store, info.step, info.problem)
+    return infos
 
 
 def _other_run(first: Store, second: Store, why: str) -> AlreadyExistsError:
