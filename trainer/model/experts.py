@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -20,10 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model.linear import by_onednn, linear
 
 BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
 _ALIGNMENT_BYTES = 16  # of the rows that torch's grouped product takes
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
+Multiply: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows, and weights [O, I]; or sorted rows, and weights [E, O, I]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,9 +220,23 @@ class _Experts(nn.Module, ABC):
         )
         return permuted(y_ND, inverse(order_N))
 
-    @abstractmethod
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, through their experts."""
+        weights = self.weights()
+        if not by_onednn(rows_ND, weights[0]):
+            multiply = partial(grouped_product, counts_E=counts_E)
+            return self.feed_forward(multiply, rows_ND, *(_for_rows(weight, counts_E) for weight in weights))
+        # One expert at a time: what is between its two products stays in the processor's cache.
+        parts = zip(torch.split(rows_ND, counts_E.tolist()), *(weight.unbind() for weight in weights), strict=True)
+        return torch.cat([self.feed_forward(linear, *part) for part in parts if len(part[0])])
+
+    @abstractmethod
+    def weights(self) -> tuple[Tensor, ...]:
+        """Those of all experts: matrices [E, O, I] and biases [E, O]."""
+
+    @abstractmethod
+    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
+        """Rows through one expert, or sorted rows through all; `weights` as in `weights`, biases of each row in the latter case."""
 
 
 class Experts(_Experts):
@@ -230,9 +247,13 @@ class Experts(_Experts):
         self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
 
-    def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
-        gate_NF, up_NF = grouped_product(rows_ND, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        return grouped_product(F.silu(gate_NF) * up_NF, self.down_proj, counts_E)
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
+        gate_up, down = weights
+        gate_NF, up_NF = multiply(rows_ND, gate_up).chunk(2, dim=-1)
+        return multiply(F.silu(gate_NF) * up_NF, down)
 
 
 class ClampedExperts(_Experts):
@@ -247,13 +268,15 @@ class ClampedExperts(_Experts):
         self.down_proj = nn.Parameter(torch.empty(config.number, config.ffn_dim, dim))
         self.down_proj_bias = nn.Parameter(torch.empty(config.number, dim))
 
-    def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
-        both_NF = grouped_product(rows_ND, self.gate_up_proj.mT, counts_E)
-        both_NF = both_NF + of_each_row(self.gate_up_proj_bias, counts_E)
+    def weights(self) -> tuple[Tensor, ...]:
+        return self.gate_up_proj.mT, self.gate_up_proj_bias, self.down_proj.mT, self.down_proj_bias
+
+    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
+        gate_up, gate_up_bias, down, down_bias = weights
+        both_NF = multiply(rows_ND, gate_up) + gate_up_bias
         gate_NF, up_NF = both_NF[:, 0::2].clamp(max=self.limit), both_NF[:, 1::2].clamp(-self.limit, self.limit)
         h_NF = (up_NF + 1.0) * gate_NF * torch.sigmoid(self.alpha * gate_NF)
-        y_ND = grouped_product(h_NF, self.down_proj.mT, counts_E)
-        return y_ND + of_each_row(self.down_proj_bias, counts_E)
+        return multiply(h_NF, down) + down_bias
 
 
 class MixtureOfExperts(nn.Module):
@@ -289,9 +312,9 @@ def _mixed(router: Router, experts: _Experts, x_BSD: Tensor) -> Tensor:
     return y_BSD
 
 
-def of_each_row(values_EO: Tensor, counts_E: Tensor) -> Tensor:
-    """The values of its expert for every row: [N, O]."""
-    return values_EO.repeat_interleave(counts_E, dim=0)
+def _for_rows(weight: Tensor, counts_E: Tensor) -> Tensor:
+    """Matrices as they are; of biases [E, O], that of its expert for every row: [N, O]."""
+    return weight if weight.dim() == 3 else weight.repeat_interleave(counts_E, dim=0)
 
 
 def grouped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ _HAS_ONEDNN: bool = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.aten, "mkldnn_linear_backward_weights")
 )
+_FEW_ROWS = 512  # up to which the weight's gradient is quicker as a plain product: its own kernel reorders both factors first
 ONEDNN_PRODUCTS = (torch.ops.mkldnn._linear_pointwise.default,) if _HAS_ONEDNN else ()  # for choosing what to keep
 
 
@@ -27,10 +28,20 @@ class Linear(nn.Linear):
     """torch's `Linear`, quicker in fp32 on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not _suits(x, self.weight) or torch.compiler.is_compiling():
-            return F.linear(x, self.weight, self.bias)
-        y: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return y
+        return linear(x, self.weight, self.bias)
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """`F.linear`, by oneDNN where that is quicker."""
+    if not by_onednn(x, weight_OI):
+        return F.linear(x, weight_OI, bias_O)
+    y: Tensor = _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call]
+    return y
+
+
+def by_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear` of these is oneDNN's."""
+    return _suits(x, weight) and not torch.compiler.is_compiling()
 
 
 def product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -45,6 +56,8 @@ def weight_gradient(grad_NO: Tensor, x_NI: Tensor) -> Tensor:
     """`grad_NO.T @ x_NI`, the gradient of the weight of `product`."""
     if not _suits(x_NI, grad_NO):
         return grad_NO.T @ x_NI
+    if len(x_NI) <= _FEW_ROWS:
+        return product(grad_NO.T, x_NI.T)
     like_OI = grad_NO.new_empty(()).expand(grad_NO.shape[1], x_NI.shape[1])  # only its dtype and device are read
     found_OI: Tensor
     found_OI, _ = torch.ops.aten.mkldnn_linear_backward_weights(grad_NO.to_mkldnn(), x_NI.to_mkldnn(), like_OI, False)
