@@ -13,6 +13,7 @@ import torch.distributed as dist
 from benchmarks.training.turns import take_turns
 from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.model.experts import ExpertsConfig
+from titan_ckpt.trainer.model.plan import routers_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -30,16 +31,27 @@ MIXTURE = ModelConfig(
 )  # fmt: skip
 
 
+def in_turn(scores_TE: torch.Tensor) -> torch.Tensor:
+    """The experts [T, K] of tokens that go to all in turn, as with torchtitan's debug.moe_force_load_balance."""
+    assert MIXTURE.experts is not None
+    (tokens, number), per_token = scores_TE.shape, MIXTURE.experts.per_token
+    return torch.arange(tokens * per_token).view(tokens, per_token) % number
+
+
 def main(job: dict[str, Any]) -> None:
     """Train on random tokens, a step at a time."""
     torch.set_num_threads(job["threads"])
     dist.init_process_group("gloo")
     parallel = ParallelConfig(
-        pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], ep=job["ep"], microbatches=job["pp"]
-    )
+        pp=job["pp"], dp_shard=job["dp_shard"], tp=job["tp"], ep=job["ep"], microbatches=job["pp"],
+        experts_dtype=job["experts_dtype"],
+    )  # fmt: skip
     mesh = mesh_spec(parallel, dist.get_world_size())
     shape = replace(MIXTURE, n_layers=job["mixture_layers"]) if job["mixture_layers"] else MODEL
     model = build_parallel_model(decoder(shape), parallel, mesh, device=torch.device("cpu"), seed=0)
+    for part in model.parts:
+        for _, router in routers_of(part):
+            router.__dict__["choose"] = in_turn
     optimizer = build_optimizer(model, OptimizerConfig())
     batch = job["batch_size"] // job["dp_shard"]
     valid = job["batch_size"] * job["seq_len"]

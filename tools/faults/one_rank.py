@@ -39,7 +39,8 @@ NOT_HOOKED = ("titan_ckpt.state.exchange",)  # the wire between the ranks, and w
 # A rank that raises at these did not call `save`, or waits for it no longer: the others cannot know. They are the caller's own.
 NOT_BEGUN = (
     "saver:Saver.save", "saver:Saver.save_now", "saver:Saver._begin", "turns:", "options:SaveRequest.__init__",
-    "options:SaveHandle.wait", "pace:Pace.lift", "saver:Saver.metrics", "Saver.close", "Saver.check", "Mirror.close", "Mirror.check",
+    "options:SaveHandle.wait", "pace:Pace.lift", "saver:Saver.metrics", "Saver.close", "Saver.check",
+    "Mirror.close", "Mirror.check",
 )  # fmt: skip
 # What hands a fault on, and what resets the flags for that afterwards: one fault in them is the second of a save.
 HANDS_ON = ("saver:Saver._run", "Saver._end", "Agreement.end", "Committer.end", "Agreement.finish", "Committer.finish")

@@ -42,11 +42,16 @@ def debug_spec() -> Any:
 
 
 def mixture_spec(layers: int) -> Any:
-    """The first layers of torchtitan's Qwen3 "debugmodel_moe": dim 256, 64 experts of 768, 8 for each token."""
+    """The first layers of torchtitan's Qwen3 "debugmodel_moe": dim 256, 64 experts of 768, 8 for each token.
+
+    Tokens go to the experts in turn: what torchtitan's trainer makes of `debug.moe_force_load_balance`.
+    """
     from torchtitan.models.qwen3 import model_registry
 
     spec = model_registry("debugmodel_moe")
     del spec.model.layers[layers:]
+    for layer in spec.model.layers:
+        layer.moe.router._debug_force_load_balance = True
     return spec
 
 

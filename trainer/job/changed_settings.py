@@ -48,7 +48,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "mesh", "sequence_parallel loss_parallel async_tp cp_method attention reshard_after_forward"),
     **_each(Effect.SAME, "mesh", "cpu_offload activation_checkpoint checkpoint_every_n activation_memory_budget"),
     **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),
-    **_each(Effect.SAID, "mesh", "param_dtype reduce_dtype float8 float8_all_gather float8_skip"),
+    **_each(Effect.SAID, "mesh", "param_dtype experts_dtype reduce_dtype float8 float8_all_gather float8_skip"),
     **_each(Effect.DATA, "chat", "template train_on too_long pack date"),
     **_each(Effect.DATA, "data", "source format mixture stream seq_len tokenizer separator shuffle bad_line"),
     **_each(Effect.DATA, "data.mixture", "url weight format text_field"),

@@ -186,7 +186,8 @@ def _loss_check(context: RankContext, start: Start, step: int, *, is_same_run: b
     config, count = context.config, context.config.resume.check_losses
     if not count or context.rank != 0 or start.checkpoint is None or not step:
         return LossCheck()
-    is_exact = config.mesh.param_dtype == "float32" and config.mesh.float8 == "none"
+    mesh = config.mesh
+    is_exact = (mesh.param_dtype, mesh.experts_dtype, mesh.float8) == ("float32", "param_dtype", "none")
     data = read_history(start.checkpoint.url)
     path = context.folder.file(METRICS)
     if start.is_own and os.path.exists(path):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -21,12 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.model.linear import by_onednn, linear
+from titan_ckpt.trainer.model.by_expert import ExpertWeights, through_experts
 
 BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
-_ALIGNMENT_BYTES = 16  # of the rows that torch's grouped product takes
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
-Multiply: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows, and weights [O, I]; or sorted rows, and weights [E, O, I]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,13 +205,13 @@ class _Experts(nn.Module, ABC):
         super().__init__()
         self.number = number
         self.exchange: Exchange | None = None
+        self.product_dtype: torch.dtype | None = None  # None: that of rows and weights
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor) -> Tensor:
         """The outputs of each token's experts: [N, D], not a view, which FSDP refuses."""
-        per_token = experts_TK.shape[1]
         order_N = experts_TK.flatten().argsort(stable=True)
         counts_E = _count(experts_TK, self.number)
-        rows_ND = permuted(x_TD[:, None].expand(-1, per_token, -1).flatten(0, 1), order_N)
+        rows_ND: Tensor = _Rows.apply(x_TD, order_N, experts_TK.shape[1])  # type: ignore[no-untyped-call]
         y_ND = (
             self.compute(rows_ND, counts_E) if self.exchange is None else self.exchange(self.compute, rows_ND, counts_E)
         )
@@ -222,21 +219,15 @@ class _Experts(nn.Module, ABC):
 
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, through their experts."""
-        weights = self.weights()
-        if not by_onednn(rows_ND, weights[0]):
-            multiply = partial(grouped_product, counts_E=counts_E)
-            return self.feed_forward(multiply, rows_ND, *(_for_rows(weight, counts_E) for weight in weights))
-        # One expert at a time: what is between its two products stays in the processor's cache.
-        parts = zip(torch.split(rows_ND, counts_E.tolist()), *(weight.unbind() for weight in weights), strict=True)
-        return torch.cat([self.feed_forward(linear, *part) for part in parts if len(part[0])])
+        return through_experts(self.activation, rows_ND, self.weights(), counts_E, self.product_dtype)
 
     @abstractmethod
-    def weights(self) -> tuple[Tensor, ...]:
-        """Those of all experts: matrices [E, O, I] and biases [E, O]."""
+    def weights(self) -> ExpertWeights:
+        """Those of all experts."""
 
     @abstractmethod
-    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
-        """Rows through one expert, or sorted rows through all; `weights` as in `weights`, biases of each row in the latter case."""
+    def activation(self, both_NF: Tensor) -> Tensor:
+        """From gate and up [N, 2 F] to what `down` takes [N, F]."""
 
 
 class Experts(_Experts):
@@ -247,13 +238,12 @@ class Experts(_Experts):
         self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return self.gate_up_proj, self.down_proj
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up_proj, None, self.down_proj, None)
 
-    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
-        gate_up, down = weights
-        gate_NF, up_NF = multiply(rows_ND, gate_up).chunk(2, dim=-1)
-        return multiply(F.silu(gate_NF) * up_NF, down)
+    def activation(self, both_NF: Tensor) -> Tensor:
+        gate_NF, up_NF = both_NF.chunk(2, dim=-1)
+        return F.silu(gate_NF) * up_NF
 
 
 class ClampedExperts(_Experts):
@@ -268,15 +258,12 @@ class ClampedExperts(_Experts):
         self.down_proj = nn.Parameter(torch.empty(config.number, config.ffn_dim, dim))
         self.down_proj_bias = nn.Parameter(torch.empty(config.number, dim))
 
-    def weights(self) -> tuple[Tensor, ...]:
-        return self.gate_up_proj.mT, self.gate_up_proj_bias, self.down_proj.mT, self.down_proj_bias
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.gate_up_proj.mT, self.gate_up_proj_bias, self.down_proj.mT, self.down_proj_bias)
 
-    def feed_forward(self, multiply: Multiply, rows_ND: Tensor, *weights: Tensor) -> Tensor:
-        gate_up, gate_up_bias, down, down_bias = weights
-        both_NF = multiply(rows_ND, gate_up) + gate_up_bias
+    def activation(self, both_NF: Tensor) -> Tensor:
         gate_NF, up_NF = both_NF[:, 0::2].clamp(max=self.limit), both_NF[:, 1::2].clamp(-self.limit, self.limit)
-        h_NF = (up_NF + 1.0) * gate_NF * torch.sigmoid(self.alpha * gate_NF)
-        return multiply(h_NF, down) + down_bias
+        return (up_NF + 1.0) * gate_NF * torch.sigmoid(self.alpha * gate_NF)
 
 
 class MixtureOfExperts(nn.Module):
@@ -312,28 +299,6 @@ def _mixed(router: Router, experts: _Experts, x_BSD: Tensor) -> Tensor:
     return y_BSD
 
 
-def _for_rows(weight: Tensor, counts_E: Tensor) -> Tensor:
-    """Matrices as they are; of biases [E, O], that of its expert for every row: [N, O]."""
-    return weight if weight.dim() == 3 else weight.repeat_interleave(counts_E, dim=0)
-
-
-def grouped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows of group e times the transposed weights of e, in one call where torch has the kernel: [N, O]."""
-    width = x_NI.element_size()
-    is_aligned = all(size * width % _ALIGNMENT_BYTES == 0 for size in weights_EOI.shape[1:])
-    if not is_aligned or not len(x_NI):
-        return looped_product(x_NI, weights_EOI, counts_E)
-    ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    y_NO: Tensor = torch._grouped_mm(x_NI, weights_EOI.transpose(-2, -1), offs=ends_E)
-    return y_NO
-
-
-def looped_product(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """The reference of `grouped_product`: one product for each group."""
-    parts = torch.split(x_NI, counts_E.tolist())
-    return torch.cat([part @ weights.T for part, weights in zip(parts, weights_EOI.unbind(), strict=True)])
-
-
 def permuted(x_ND: Tensor, order_N: Tensor) -> Tensor:
     """`x_ND[order_N]` for a permutation; its backward is a permutation too, not a sum."""
     out: Tensor = _Permute.apply(x_ND, order_N)  # type: ignore[no-untyped-call]
@@ -348,6 +313,21 @@ def inverse(order_N: Tensor) -> Tensor:
 def _count(experts: Tensor, number: int) -> Tensor:
     """How often each expert occurs."""
     return torch.bincount(experts.flatten(), minlength=number)
+
+
+class _Rows(torch.autograd.Function):
+    """Each token's row for each of its experts, sorted; its backward sums a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, per_token: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.per_token = per_token
+        return x_TD[order_N // per_token]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        by_token_ND = grads[0][inverse(ctx.saved_tensors[0])]
+        return by_token_ND.view(-1, ctx.per_token, by_token_ND.shape[1]).sum(dim=1), None, None
 
 
 class _Permute(torch.autograd.Function):

@@ -20,7 +20,9 @@ _HAS_ONEDNN: bool = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.aten, "mkldnn_linear_backward_weights")
 )
-_FEW_ROWS = 512  # up to which the weight's gradient is quicker as a plain product: its own kernel reorders both factors first
+_FEW_ROWS = (
+    512  # up to which the weight's gradient is quicker as a plain product: its own kernel reorders both factors first
+)
 ONEDNN_PRODUCTS = (torch.ops.mkldnn._linear_pointwise.default,) if _HAS_ONEDNN else ()  # for choosing what to keep
 
 
@@ -28,19 +30,14 @@ class Linear(nn.Linear):
     """torch's `Linear`, quicker in fp32 on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`F.linear`, by oneDNN where that is quicker."""
-    if not by_onednn(x, weight_OI):
-        return F.linear(x, weight_OI, bias_O)
-    y: Tensor = _Linear.apply(x, weight_OI, bias_O)  # type: ignore[no-untyped-call]
-    return y
+        if not by_onednn(x, self.weight):
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        return y
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear` of these is oneDNN's."""
+    """Whether oneDNN is quicker for a product of these and its gradients."""
     return _suits(x, weight) and not torch.compiler.is_compiling()
 
 

@@ -58,6 +58,7 @@ class ParallelConfig:
 
     compile: bool = False  # torch.compile of each layer
     param_dtype: DType = "float32"  # of forward and backward; the optimizer's weights stay float32
+    experts_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"  # of the experts' products
     reduce_dtype: DType = "float32"  # of the gradients while they are reduced
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = (
         "none"  # products in float8 or MXFP8 by torchao
@@ -260,6 +261,8 @@ def _check_experts(plan: Plan, parallel: ParallelConfig) -> None:
     spec, ep = plan.spec, parallel.ep
     if ep > 1 and not plan.experts:
         raise ConfigError(f"{spec.name}: ModelSpec.experts is empty, so ep={ep} has nothing to divide; set mesh.ep = 1")
+    if parallel.experts_dtype != "param_dtype" and not plan.experts:
+        raise ConfigError(f'mesh.experts_dtype = "{parallel.experts_dtype}", but the model has no experts')
     for fqn in plan.experts:
         name, weight = next(plan.module.get_submodule(fqn).named_parameters())
         _divides(len(weight), ep, f"{fqn}.{name}: experts", "ep")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.experts import BalanceConfig, Compute, inverse, permuted
 from titan_ckpt.trainer.model.plan import Plan, routers_of
@@ -35,6 +36,14 @@ def shard_experts(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
                 mine = weight.detach().chunk(mesh.size())[mesh.get_local_rank()].contiguous()
                 cut = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
                 owner.register_parameter(name, nn.Parameter(cut))
+
+
+def set_product_dtype(part: nn.Module, plan: Plan, dtype: torch.dtype) -> None:
+    """Let the experts multiply in `dtype`; ConfigError for modules that cannot."""
+    for fqn, module in here(part, plan.experts):
+        if not hasattr(module, "product_dtype"):
+            raise ConfigError(f'mesh.experts_dtype: {fqn} has no attribute `product_dtype`; set it to "param_dtype"')
+        module.__dict__["product_dtype"] = dtype
 
 
 def set_balance(part: nn.Module, balance: BalanceConfig, ranks: RankMesh, *, is_sequence_cut: bool) -> None:

@@ -41,6 +41,8 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
         name = parallel.float8 if is_mx else f"float8 {parallel.float8}"
         but = f" but for {', '.join(parallel.float8_skip)}" if parallel.float8_skip else ""
         products = f"{name} in the blocks{but} ({parallel.param_dtype} elsewhere{how})"
+    if parallel.experts_dtype != "param_dtype":
+        products = f"{products}, those of experts {parallel.experts_dtype}"
     return (
         f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
     )

@@ -1,0 +1,100 @@
+"""The products of experts: grouped, one expert at a time, and in another dtype than the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experts.test_mixtures import EIGHT, filled, hidden
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model import by_expert, linear
+from titan_ckpt.trainer.model.by_expert import grouped_product, looped_product
+from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.experts import ClampedExperts, Experts
+from titan_ckpt.trainer.parallel.config import check_fits, mesh_spec
+from titan_ckpt.trainer.parallel.precision import describe_precision
+from tools.rank_pool import RankPool
+from tools.training.curves import MIXTURE, SMALL, CurveCase, relative_error, single, train
+from tools.training.mesh_cases import mesh
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(32, torch.float32), (32, torch.bfloat16), (6, torch.float32)])
+def test_grouped_products_equal_the_loop(dim: int, dtype: torch.dtype) -> None:
+    counts_E = torch.tensor([3, 0, 9, 4])
+    x_NI = hidden(16, dim).to(dtype).requires_grad_()
+    weights_EOI = hidden(4, 24, dim, seed=2).to(dtype).requires_grad_()
+    grads = []
+    for product in (grouped_product, looped_product):
+        y_NO = product(x_NI, weights_EOI, counts_E)
+        grads.append((y_NO, *torch.autograd.grad(y_NO.float().square().sum(), (x_NI, weights_EOI))))
+    torch.testing.assert_close(*grads)
+    assert grads[0][2][1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("make", [Experts, ClampedExperts])
+def test_one_expert_at_a_time_equals_grouped_products(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = filled(make(replace(EIGHT, limit=7.0), 16))
+    x_ND, counts_E = hidden(16, 16).requires_grad_(), torch.tensor([3, 0, 9, 4, 0, 0, 0, 0])
+    found = []
+    for by_onednn in (linear.by_onednn, lambda *_: False):
+        monkeypatch.setattr(by_expert, "by_onednn", by_onednn)
+        y_ND = experts.compute(x_ND, counts_E)
+        found.append((y_ND, *torch.autograd.grad(y_ND.square().sum(), (x_ND, *experts.parameters()))))
+    torch.testing.assert_close(*found)
+    experts.requires_grad_(False)
+    monkeypatch.undo()
+    torch.testing.assert_close(
+        torch.autograd.grad(experts.compute(x_ND, counts_E).square().sum(), x_ND)[0], found[0][1]
+    )
+
+
+@pytest.mark.parametrize("make", [Experts, ClampedExperts])
+@pytest.mark.parametrize("by_onednn", [linear.by_onednn, lambda *_: False])
+def test_products_in_bfloat16_are_those_of_experts_cast_to_it(
+    make: Any, by_onednn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(by_expert, "by_onednn", by_onednn)
+    experts, x_ND, counts_E = filled(make(replace(EIGHT, limit=7.0), 16)), hidden(16, 16), torch.tensor([3, 0, 9, 4])
+    counts_E = torch.nn.functional.pad(counts_E, (0, 4))
+    narrow = filled(make(replace(EIGHT, limit=7.0), 16)).to(BF16)
+    expected = narrow.compute(x_ND.to(BF16), counts_E)
+    expected.float().square().sum().backward()
+    experts.product_dtype = BF16
+    found = experts.compute(x_ND, counts_E)
+    found.square().sum().backward()
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected.float(), rtol=0.0, atol=2**-6 * float(found.detach().abs().max()))
+    for mine, theirs in zip(experts.parameters(), narrow.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, theirs.grad.float(), rtol=0.0, atol=2**-5 * float(mine.grad.abs().max()))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"ep": 4, "activation_checkpoint": "selective"}])
+def test_experts_in_bfloat16_on_meshes(ranks: RankPool, parallel: dict[str, Any]) -> None:
+    run = CurveCase(model=MIXTURE, parallel=mesh(experts_dtype="bfloat16", **parallel), steps=5)
+    losses = ranks.run(train, run)[0].losses
+    exact = single(replace(run, parallel=mesh()))
+    narrow = single(replace(run, parallel=mesh(experts_dtype="bfloat16"))).losses
+    assert relative_error(losses, narrow) <= 2**-8
+    assert 0 < relative_error(narrow, exact.losses) <= 2**-8
+
+
+def test_the_dtype_of_experts_is_said_and_refused_without_experts() -> None:
+    parallel = mesh(experts_dtype="bfloat16")
+    check_fits(decoder(MIXTURE), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)
+    assert "products float32, those of experts bfloat16," in describe_precision(parallel, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r'mesh\.experts_dtype = "bfloat16", but the model has no experts'):
+        check_fits(decoder(SMALL), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)
