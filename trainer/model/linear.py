@@ -20,9 +20,7 @@ _HAS_ONEDNN: bool = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.aten, "mkldnn_linear_backward_weights")
 )
-_FEW_ROWS = (
-    512  # up to which the weight's gradient is quicker as a plain product: its own kernel reorders both factors first
-)
+_FEW_ROWS = 512  # up to here a plain product gives the weight's gradient sooner: its own kernel reorders both factors
 ONEDNN_PRODUCTS = (torch.ops.mkldnn._linear_pointwise.default,) if _HAS_ONEDNN else ()  # for choosing what to keep
 
 
