@@ -59,6 +59,10 @@ MESHES: dict[int, list[ParallelConfig]] = {
         *(mesh(ep=4, activation_checkpoint=mode) for mode in ("full", "selective")),
         mesh(ep=4, cp=2, activation_checkpoint="full"),
         mesh(ep=2, pp=2, pp_schedule="ZBVZeroBubble", activation_checkpoint="full"),
+        mesh(ep=4, compile=True),
+        mesh(ep=2, tp=2, compile=True, activation_checkpoint="full"),
+        mesh(ep=2, cp=2, compile=True, activation_checkpoint="selective"),
+        mesh(ep=2, pp=2, pp_schedule="Interleaved1F1B", compile=True),
     ],
     8: [
         mesh(ep=8),

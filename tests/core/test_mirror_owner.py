@@ -147,7 +147,7 @@ def _full_disk(*_: Any) -> Any:
     raise StoreError("no room")
 
 
-def test_a_step_that_cannot_be_read_while_the_tiers_are_joined_is_said(
+def test_an_unreadable_step_is_said_while_the_tiers_are_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Saver(str(tmp_path / "fast")) as saver:

@@ -92,9 +92,18 @@ def test_experts_in_bfloat16_on_meshes(ranks: RankPool, parallel: dict[str, Any]
     assert 0 < relative_error(narrow, exact.losses) <= 2**-8
 
 
-def test_the_dtype_of_experts_is_said_and_refused_without_experts() -> None:
+def test_the_dtype_of_experts_is_said_and_needs_experts() -> None:
     parallel = mesh(experts_dtype="bfloat16")
     check_fits(decoder(MIXTURE), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)
     assert "products float32, those of experts bfloat16," in describe_precision(parallel, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'mesh\.experts_dtype = "bfloat16", but the model has no experts'):
         check_fits(decoder(SMALL), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)
+
+
+@pytest.mark.dist
+def test_compiled_blocks_leave_their_mixtures_as_they_are(ranks: RankPool) -> None:
+    parallel = mesh(ep=2, tp=2, compile=True, activation_checkpoint="full")
+    run = CurveCase(model=MIXTURE, parallel=parallel, steps=4)
+    found, expected = ranks.run(train, run)[0], single(replace(run, parallel=mesh()))
+    assert relative_error(found.losses, expected.losses) <= 1e-5
+    assert found.loads == expected.loads

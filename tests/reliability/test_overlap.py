@@ -49,7 +49,7 @@ def test_a_mark_of_a_deletion_stops_a_save(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_a_job_killed_while_it_deleted_does_not_stop_the_saves_of_the_next(
+def test_a_job_killed_while_it_deleted_stops_no_save_of_the_next(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = SaveOptions(incremental=True)

@@ -192,7 +192,7 @@ def _compiled(_rank: int) -> tuple[dict[str, int], float]:
     results = []
     for forward in (block.forward, torch.compile(block.forward, backend=backend)):
         x = _draw(2, 48 // dist.get_world_size(), 64, seed=99).requires_grad_()
-        y = on_local_weights(block, forward, recurse=True)(x, turn, mask)
+        y = on_local_weights(block, forward, below=[*block.modules()][1:])(x, turn, mask)
         y.sin().sum().backward()
         results.append([y, x.grad, *(local_tensor(w.grad) for w in block.parameters() if w.grad is not None)])
         block.zero_grad()

@@ -266,10 +266,6 @@ def _check_experts(plan: Plan, parallel: ParallelConfig) -> None:
     for fqn in plan.experts:
         name, weight = next(plan.module.get_submodule(fqn).named_parameters())
         _divides(len(weight), ep, f"{fqn}.{name}: experts", "ep")
-    if plan.experts and parallel.compile:
-        raise ConfigError(
-            "compile with experts is not done yet: their number of rows changes with each batch; set compile=false"
-        )
     if plan.experts and parallel.float8 != "none":
         raise ConfigError(
             f"float8={parallel.float8} with experts: grouped products in float8 are not done yet; set float8=none"

@@ -5,7 +5,7 @@ So a layer is written as for one process, and torch's own and other people's lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,14 +19,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def on_local_weights(root: nn.Module, forward: Callable[..., Any], *, recurse: bool = False) -> Callable[..., Any]:
-    """`forward` of `root`, during which its divided weights are their local tensors; with `recurse` those of modules below, too.
+def on_local_weights(
+    root: nn.Module, forward: Callable[..., Any], *, below: Iterable[nn.Module] = ()
+) -> Callable[..., Any]:
+    """`forward` of `root`, during which its divided weights are their local tensors; those of the modules `below`, too.
 
     Around a compiled `forward`: torch 2.13 cannot recompute inside a compiled region with DTensors (it would save their mesh as
     if it were a tensor), and plain tensors need no unwrapping at each call.
     """
-    modules = root.modules() if recurse else [root]
-    owners = [(module, name, share) for module in modules for name, share in _divided(module)]
+    owners = [(module, name, share) for module in (root, *below) for name, share in _divided(module)]
     if not owners:
         return forward
 

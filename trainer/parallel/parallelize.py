@@ -109,6 +109,7 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
     loss = TokenLoss(chunk_tokens=parallel.loss_chunk_tokens)
     tp_mesh = ranks.tp_mesh()
     blocks = blocks_of(plan, part)
+    eager = mixtures_of(plan)
     apply_float8(blocks, parallel, ranks.device)
     for module in part.modules():
         if isinstance(module, LmHead):
@@ -126,13 +127,21 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
     if ranks.expert_mesh is not None:
         shard_experts(part, plan, ranks.expert_mesh[ranks.expert_axes])
     if tp_mesh is not None or ranks.expert_mesh is not None:
-        compute_on_shards(part, but=plan.blocks if parallel.compile else ())
+        compute_on_shards(part, but=plan.blocks if parallel.compile else (), yet=eager)
+    if parallel.compile and eager:  # recomputation goes around: what a compiled block leaves out cannot be inside one
+        apply_compile(blocks, eager=eager)
     apply_activation_checkpointing({plan.blocks.index(fqn): block for fqn, block in blocks.items()}, parallel)
-    if parallel.compile:
-        apply_compile(blocks.values())
+    if parallel.compile and not eager:
+        apply_compile(blocks)
     if needs_fsdp(parallel, ranks.spec):
         apply_fsdp(part, plan, parallel, ranks)
     return partial
+
+
+def mixtures_of(plan: Plan) -> tuple[str, ...]:
+    """The modules that hold experts and their router; experts alone if they are right in a block."""
+    parents = {fqn: fqn.rpartition(".")[0] for fqn in plan.experts}
+    return tuple(fqn if parent in plan.blocks else parent for fqn, parent in parents.items())
 
 
 def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:

@@ -6,7 +6,7 @@ Both wrap `forward` in place, which leaves names, hooks and weights of a block u
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from titan_ckpt.trainer.model.linear import ONEDNN_PRODUCTS
 from titan_ckpt.trainer.model.plan import routers_of
 from titan_ckpt.trainer.parallel.config import SPLIT_BACKWARD, ParallelConfig
 from titan_ckpt.trainer.parallel.local_weights import on_local_weights
+from titan_ckpt.trainer.seams.patterns import is_below
 
 # Outputs kept under `selective`: costly to recompute, or a collective. Not the CPU's attention kernel, whose pair of outputs
 # the compiler (torch 2.13) cannot keep.
@@ -67,11 +68,19 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
                 _recompute(block, context_fn=_selective_contexts)
 
 
-def apply_compile(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block's forward separately: one compilation serves all, and FSDP's hooks stay outside."""
-    for block in blocks:
+def apply_compile(blocks: Mapping[str, nn.Module], *, eager: tuple[str, ...] = ()) -> None:
+    """Compile each block's forward separately: one compilation serves all, and FSDP's hooks stay outside.
+
+    Modules below `eager` are not compiled: how many rows an expert has changes with each batch.
+    """
+    for block_fqn, block in blocks.items():
+        modules = [*block.named_modules(prefix=block_fqn)][1:]
+        for fqn, module in modules:
+            if fqn in eager:
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call]
         compiled = torch.compile(block.forward)
-        block.forward = on_local_weights(block, compiled, recurse=True)
+        below = [module for fqn, module in modules if not is_below(fqn, eager)]
+        block.forward = on_local_weights(block, compiled, below=below)
 
 
 def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:

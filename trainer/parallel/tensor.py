@@ -77,10 +77,10 @@ def apply_tensor_parallel(part: nn.Module, plan: Plan, mesh: DeviceMesh, method:
     return partial
 
 
-def compute_on_shards(part: nn.Module, *, but: tuple[str, ...] = ()) -> None:
-    """Let every module that has divided weights run on this rank's shards of them, except below `but`."""
+def compute_on_shards(part: nn.Module, *, but: tuple[str, ...] = (), yet: tuple[str, ...] = ()) -> None:
+    """Let every module that has divided weights run on this rank's shards of them, except below `but`, yet below `yet`."""
     for fqn, module in part.named_modules():
-        if not is_below(fqn, but):
+        if not is_below(fqn, but) or is_below(fqn, yet):
             module.forward = on_local_weights(module, module.forward)
 
 
