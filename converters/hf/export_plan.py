@@ -34,6 +34,7 @@ from titan_ckpt.converters.models.tensor_names import (
     Named,
     RowOrder,
     find_layout,
+    is_ahead,
     is_computed,
     is_weight,
     name_in,
@@ -80,8 +81,8 @@ class ExportTensor:
 class ExportPlan:
     """`weights`: files to stream. `small`: the other files by name. `last`: the files that complete the model, written last.
 
-    `left_out`: buffers of the checkpoint that readers compute. `not_carried`: its files, and settings in them, that are not
-    exported, with the reason. `overflows` is filled by the run.
+    `left_out`: buffers of the checkpoint that readers compute, and modules that predict further tokens. `not_carried`: its files,
+    and settings in them, that are not exported, with the reason. `overflows` is filled by the run.
     """
 
     spec: ModelSpec
@@ -146,7 +147,7 @@ def plan_export(
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
         adapter=adapter,
-        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn)),
+        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn) or is_ahead(fqn)),
         not_carried=dict(carried.left_out) | {f"{CONFIG}: {key}": why for key, why in removed.items()},
         overflows=overflows,
     )

@@ -31,6 +31,7 @@ TORCHTITAN_FAMILIES = ("llama", "qwen3")
 _COMPUTED = re.compile(
     r"(?:model\.)?layers\.\d+\.(?:self_attn|attention)\.rotary_emb\.inv_freq|freqs_cis|rope\.cache|rope_cache"
 )
+_AHEAD = MODEL_PREFIX + "model.ahead."
 _TORCHTITAN_ROOTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
 
 
@@ -173,8 +174,13 @@ def _place(experts: Experts, dim: int, number: int, role: int) -> Stacked:
 def is_weight(fqn: str, layout: Layout) -> bool:
     """Whether the name is a model weight: no optimizer or loader state, no computed buffer."""
     if layout.name == TITAN:
-        return fqn.startswith(MODEL_PREFIX) and not is_computed(fqn)
+        return fqn.startswith(MODEL_PREFIX) and not is_computed(fqn) and not is_ahead(fqn)
     return fqn.startswith(_TORCHTITAN_ROOTS) and not is_computed(fqn)
+
+
+def is_ahead(fqn: str) -> bool:
+    """Whether a tensor of a checkpoint belongs to a module that predicts further tokens (`[model.ahead]`)."""
+    return fqn.startswith(_AHEAD)
 
 
 def is_computed(name: str) -> bool:

@@ -23,7 +23,7 @@ from titan_ckpt.errors import PlanError, UsageError
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)(?:\.|$)")
 _FIRST = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|wte)\.")
-_LAST = re.compile(r"(?:^|\.)(?:norm|lm_head|output|ln_f)\.")
+_LAST = re.compile(r"(?:^|\.)(?:norm|lm_head|output|ln_f|ahead)\.")
 
 
 class PipelineStyle(StrEnum):

@@ -36,12 +36,14 @@ EFFECTS: dict[str, Effect] = {
     **_each(
         Effect.MODEL, "model", "rope_scaling tied_embeddings qkv_bias o_bias qk_norm sliding_window family experts"
     ),
-    **_each(Effect.MODEL, "model", "full_attention_every sinks latent"),
+    **_each(Effect.MODEL, "model", "full_attention_every sinks latent ahead"),
     **_each(Effect.MODEL, "model.latent", "kv_rank q_rank nope_dim rope_dim value_dim"),
     **_each(Effect.MODEL, "model.rope_scaling", "kind factor original_max_seq_len low_freq_factor high_freq_factor"),
     **_each(Effect.MODEL, "model.rope_scaling", "beta_fast beta_slow attention_factor truncate mscale mscale_all_dim"),
     **_each(Effect.MODEL, "model.experts", "number per_token ffn_dim norm_topk_prob scores correction_bias groups"),
     **_each(Effect.MODEL, "model.experts", "groups_per_token group_best scale shared dense_layers limit alpha"),
+    **_each(Effect.MODEL, "model.ahead", "depth"),
+    **_each(Effect.SAID, "model.ahead", "weight"),
     **_each(Effect.SAID, "experts", "bias_rate balance_loss z_loss"),
     **_each(Effect.SAME, "model", "max_seq_len"),  # positions are computed for the sequence at hand
     **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp ep pp_schedule pp_layers_per_stage microbatches"),

@@ -313,6 +313,8 @@ def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
             values[key] = _spelled_out(value) if isinstance(value, Mapping) else value
     if "experts" in values and "number" in values["experts"]:
         values["experts"] = _EXPERTS | values["experts"]
+    if isinstance(values.get("ahead"), dict):
+        values["ahead"].pop("weight", None)  # may change while training, as DeepSeek-V3's did
     if "dim" in values:
         values = _NEWER_KEYS | values
     if "dim" in values and not values.get("head_dim"):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,26 +20,24 @@ from torch import Tensor, nn
 from torch.nn import RMSNorm
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.model.ahead import (
+    AHEAD_LABELS,
+    AHEAD_TOKENS,
+    Ahead,
+    AheadConfig,
+    Predictor,
+    ahead_fields,
+    check_ahead,
+)
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
 from titan_ckpt.trainer.model.experts import ClampedMixture, ExpertsConfig, MixtureOfExperts, check_experts
 from titan_ckpt.trainer.model.head import LmHead
-from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, check_latent, latent_rules, latent_weights
+from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, check_latent, latent_weights
 from titan_ckpt.trainer.model.linear import Linear
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation, score_amplitude
+from titan_ckpt.trainer.model.tensor_rules import tensor_rules
 from titan_ckpt.trainer.seams.loss import LossInModel
-from titan_ckpt.trainer.seams.model import (
-    Colwise,
-    Constant,
-    Head,
-    Initial,
-    ModelSpec,
-    Normal,
-    Region,
-    Rowwise,
-    Rule,
-    Shared,
-    Vocab,
-)
+from titan_ckpt.trainer.seams.model import Constant, Initial, ModelSpec, Normal
 
 Family: TypeAlias = Literal[
     "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"
@@ -72,6 +71,7 @@ class ModelConfig:
     sinks: bool = False  # a learnt score of each head, to which it attends instead of tokens
     latent: LatentConfig | None = None  # multi-head latent attention; unset: grouped-query attention
     experts: ExpertsConfig | None = None  # a mixture of experts as feed-forward part; unset: a dense model
+    ahead: AheadConfig | None = None  # prediction of more tokens than the next; unset: none
     family: Family = "llama"  # architecture in config.json
 
     @property
@@ -194,21 +194,31 @@ class Backbone(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i) for i in range(config.n_layers)})
         self.norm = RMSNorm(config.dim, config.norm_eps)
+        if config.ahead is not None:
+            layers = [DecoderLayer(config, config.n_layers) for _ in range(config.ahead.depth)]
+            modules = [Predictor(config.dim, config.norm_eps, layer) for layer in layers]
+            self.ahead = Ahead(self.embed_tokens, modules)
 
-    def forward(self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions_BS: Tensor, documents_BS: Tensor | None, ahead_BSM: Tensor | None = None
+    ) -> Tensor:
+        """Normalised hidden states; with the tokens of `Ahead` also those of its modules, along the batch."""
         h_BSD = self.embed_tokens(x)
         turn = rotation(self.rope, positions_BS)
         masks: dict[int | None, Mask] = {}  # one for all layers with the same window
+
+        def mask_of(layer: nn.Module) -> Mask:
+            if not isinstance(layer, DecoderLayer):
+                return None  # one of another pipeline stage
+            window = layer.self_attn.window
+            if window not in masks:
+                masks[window] = layer.self_attn.attend.plan(positions_BS, documents_BS)
+            return masks[window]
+
         for layer in self.layers.values():
-            mask = None
-            if isinstance(layer, DecoderLayer):  # not one of another pipeline stage
-                window = layer.self_attn.window
-                if window not in masks:
-                    masks[window] = layer.self_attn.attend.plan(positions_BS, documents_BS)
-                mask = masks[window]
-            h_BSD = layer(h_BSD, turn, mask)
+            h_BSD = layer(h_BSD, turn, mask_of(layer))
         out_BSD: Tensor = self.norm(h_BSD)
-        return out_BSD
+        return out_BSD if ahead_BSM is None else self.ahead(out_BSD, ahead_BSM, turn, mask_of)
 
 
 class Decoder(nn.Module):
@@ -222,6 +232,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.model = Backbone(config)
         self.lm_head = LmHead(config.dim, config.vocab_size)
+        self.share = 0.0 if config.ahead is None else config.ahead.weight / config.ahead.depth
         if config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -232,11 +243,18 @@ class Decoder(nn.Module):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        ahead_tokens: Tensor | None = None,
+        ahead_labels: Tensor | None = None,
     ) -> Tensor:
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)[None]
-        h_BSD: Tensor = self.model(x, positions, documents)
-        out: Tensor = self.lm_head(h_BSD, labels)
+        if not torch.is_grad_enabled():
+            ahead_tokens = ahead_labels = None  # they count while training alone
+        h_BSD: Tensor = self.model(x, positions, documents, ahead_tokens)
+        first = None if labels is None else len(labels)
+        if labels is not None and ahead_labels is not None:
+            labels = torch.cat([labels, *ahead_labels.unbind(-1)])
+        out: Tensor = self.lm_head(h_BSD, labels, first=first, share=self.share)
         return out
 
 
@@ -264,6 +282,9 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> float:
         active = model.experts.per_token + model.experts.shared
         mixture = model.dim * (3 * active * model.experts.ffn_dim + model.experts.number)
         weights += (model.n_layers - model.dense_layers) * mixture
+        if model.ahead is not None:
+            module = mixture + model.attention_weights + 2 * model.dim**2 + model.vocab_size * model.dim
+            weights += model.ahead.depth * module
     return 6.0 * weights + 12.0 * model.n_layers * head * seq_len
 
 
@@ -277,24 +298,31 @@ def decoder(config: ModelConfig) -> ModelSpec:
         raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
     _check_attention(config)
     _check_mixture(config)
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
+    more: dict[str, Any] = {}
+    if config.ahead is not None:
+        tied["model.ahead.embed_tokens.weight"] = "model.embed_tokens.weight"
+        more = {"units": "model.ahead.depths.*", "derived": partial(ahead_fields, depth=config.ahead.depth)}
+    fields = () if config.ahead is None else (AHEAD_TOKENS, AHEAD_LABELS)
     return ModelSpec(
         name=f"the decoder of family {config.family}",
         build=lambda: Decoder(config),
-        inputs=("tokens", "labels", "positions", "documents"),
+        inputs=("tokens", "labels", "positions", "documents", *fields),
         blocks="model.layers.*",
         first=("model.embed_tokens",),
-        last=("model.norm", "lm_head"),
+        last=("model.norm", "lm_head", *(("model.ahead",) if config.ahead is not None else ())),
         loss=LossInModel(),
-        tensor=_tensor_rules(config),
-        attention="model.layers.*.self_attn",
-        experts="" if config.experts is None else "model.layers.*.mlp.experts",
-        sequence=("tokens", "labels"),
-        tied={"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {},
+        tensor=tensor_rules(config),
+        attention="model.**.self_attn",
+        experts="" if config.experts is None else "model.**.mlp.experts",
+        sequence=("tokens", "labels", *fields),
+        tied=tied,
         initial=lambda fqn: initial(fqn, config.n_layers),
         config=config,
         vocab_size=config.vocab_size,
         max_seq_len=config.max_seq_len,
         flops_per_token=lambda seq_len: flops_per_token(config, seq_len),
+        **more,
     )
 
 
@@ -326,6 +354,12 @@ def _check_attention(config: ModelConfig) -> None:
 def _check_mixture(config: ModelConfig) -> None:
     """ConfigError for experts that contradict each other or the family."""
     experts, is_mixture = config.experts, config.family in MIXTURES
+    if config.ahead is not None:
+        check_ahead(config.ahead)
+        if config.family != "deepseek_v3":
+            raise ConfigError(
+                f"model.ahead: family {config.family} predicts no more than the next token; deepseek_v3 does"
+            )
     if experts is None:
         if is_mixture:
             raise ConfigError(f"model: family {config.family} is a mixture of experts: give the table [model.experts]")
@@ -347,44 +381,3 @@ def _check_mixture(config: ModelConfig) -> None:
         raise ConfigError(
             f"model.experts.dense_layers = {experts.dense_layers} leaves no layer of {config.n_layers} for experts"
         )
-
-
-def _tensor_rules(config: ModelConfig) -> dict[str, Rule]:
-    """q, k and v are cut between heads: a rank has the query heads of its key/value heads. Experts are whole."""
-    layer = "model.layers.*"
-    rules: dict[str, Rule] = {
-        "model.embed_tokens": Vocab(),
-        f"{layer}.*layernorm": Shared(),
-        "model.norm": Shared(),
-        "lm_head": Head(),
-    }
-    rules |= _attention_rules(f"{layer}.self_attn", config)
-    if config.experts is None:
-        return rules | _feed_forward_rules(f"{layer}.mlp")
-    router = "gate" if config.experts.limit is None else "router"
-    rules |= {f"{layer}.mlp.{router}": Shared(), f"{layer}.mlp.experts": Shared()}
-    for dense in range(config.dense_layers):
-        rules |= _feed_forward_rules(f"model.layers.{dense}.mlp")
-    return rules | (_feed_forward_rules(f"{layer}.mlp.shared_experts") if config.experts.shared else {})
-
-
-def _attention_rules(module: str, config: ModelConfig) -> dict[str, Rule]:
-    if config.latent is not None:
-        return {module: Region()} | latent_rules(module, config.latent)
-    size, groups = config.head_size, config.n_heads // config.n_kv_heads
-    rules: dict[str, Rule] = {
-        module: Region(divided=("sinks",) if config.sinks else ()),
-        f"{module}.[kv]_proj": Colwise(unit=size, of="key/value heads"),
-        f"{module}.q_proj": Colwise(unit=size * groups, of="key/value heads"),
-        f"{module}.o_proj": Rowwise(unit=size * groups, of="key/value heads"),
-    }
-    return rules | ({f"{module}.[qk]_norm": Shared()} if config.qk_norm else {})
-
-
-def _feed_forward_rules(module: str) -> dict[str, Rule]:
-    return {
-        module: Region(),
-        f"{module}.gate_proj": Colwise(of="ffn_dim"),
-        f"{module}.up_proj": Colwise(of="ffn_dim"),
-        f"{module}.down_proj": Rowwise(of="ffn_dim"),
-    }

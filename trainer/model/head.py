@@ -21,9 +21,18 @@ class LmHead(Linear):
         self.loss = TokenLoss()
         self.gather: Callable[[Tensor], Tensor] | None = None
 
-    def forward(self, h_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """Logits [B, S, V], or the sum of the losses of the labels that are not IGNORED, shape (1,)."""
+    def forward(
+        self, h_BSD: Tensor, labels_BS: Tensor | None = None, *, first: int | None = None, share: float = 0.0
+    ) -> Tensor:
+        """Logits [B, S, V], or the sum of the losses of the labels that are not IGNORED, shape (1,).
+
+        Samples after the `first` ones, those of `Ahead`, add a `share` of their losses to the gradient and nothing to the sum.
+        """
         if labels_BS is not None:
-            return self.loss(h_BSD, self.weight, labels_BS)
+            loss = self.loss(h_BSD[:first], self.weight, labels_BS[:first])
+            if first is not None and len(labels_BS) > first:
+                more = share * self.loss(h_BSD[first:], self.weight, labels_BS[first:])
+                loss = loss + (more - more.detach())
+            return loss
         logits_BSV = super().forward(h_BSD)
         return logits_BSV if self.gather is None else self.gather(logits_BSV)

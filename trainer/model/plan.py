@@ -49,6 +49,7 @@ class Plan:
     rules: Mapping[str, Rule]
     attention: tuple[str, ...]
     experts: tuple[str, ...]
+    units: tuple[str, ...]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -107,6 +108,7 @@ def plan_of(spec: ModelSpec) -> Plan:
         rules=_resolve_rules(spec, modules),
         attention=_matched(spec, "attention", [spec.attention] if spec.attention else [], modules),
         experts=_matched(spec, "experts", [spec.experts] if spec.experts else [], modules),
+        units=_matched(spec, "units", [spec.units] if spec.units else [], modules),
     )  # fmt: skip
     _check_ends(plan)
     _check_tensors(plan)
@@ -133,7 +135,7 @@ def initial_of(spec: ModelSpec, fqn: str) -> Initial:
     return values
 
 
-_TEXTS, _LISTS = ("name", "blocks", "attention", "experts"), ("inputs", "first", "last", "sequence")
+_TEXTS, _LISTS = ("name", "blocks", "attention", "experts", "units"), ("inputs", "first", "last", "sequence")
 
 
 def _check_fields(spec: ModelSpec) -> None:
@@ -222,6 +224,8 @@ def _check_ends(plan: Plan) -> None:
     for fqn in ends:
         if is_below(fqn, plan.blocks) or any(is_below(block, [fqn]) for block in plan.blocks):
             raise ConfigError(f"{spec.name}: {fqn} is in first or last, and a block is in it or it is in a block")
+    if outside := [fqn for fqn in plan.units if not is_below(fqn, plan.last)]:
+        raise ConfigError(f"{spec.name}: units: {outside[0]} is not in one of the modules in last")
     if both := set(plan.first) & set(plan.last):
         raise ConfigError(f"{spec.name}: {min(both)} is in first and in last")
     all_names = {fqn for fqn, _ in plan.module.named_parameters(remove_duplicate=False)}

@@ -39,8 +39,8 @@ def build_stage(plan: Plan, blocks: BlockRange) -> nn.Module:
 
 
 def blocks_of(plan: Plan, part: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a stage has, by FQN."""
-    return dict(here(part, plan.blocks))
+    """The blocks that a stage has, and the units after them, by FQN."""
+    return dict(here(part, (*plan.blocks, *plan.units)))
 
 
 def here(part: nn.Module, fqns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:

@@ -246,6 +246,9 @@ class Parallelized:
         Positions are passed along whenever a stage cannot derive them from its input: under cp, and on later pipeline stages.
         """
         spec, fields = self.spec, dict(batch)
+        if spec.derived is not None:
+            with calling(f"{spec.name}: ModelSpec.derived", spec.derived):
+                fields |= spec.derived(fields)
         cp = self.mesh.degree("cp")
         if spec.sequence and (cp > 1 or self.pipeline is not None):
             if missing := [name for name in spec.sequence[:1] if name not in fields]:

@@ -127,10 +127,11 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
     if ranks.expert_mesh is not None:
         shard_experts(part, plan, ranks.expert_mesh[ranks.expert_axes])
     if tp_mesh is not None or ranks.expert_mesh is not None:
-        compute_on_shards(part, but=plan.blocks if parallel.compile else (), yet=eager)
+        compute_on_shards(part, but=(*plan.blocks, *plan.units) if parallel.compile else (), yet=eager)
     if parallel.compile and eager:  # recomputation goes around: what a compiled block leaves out cannot be inside one
         apply_compile(blocks, eager=eager)
-    apply_activation_checkpointing({plan.blocks.index(fqn): block for fqn, block in blocks.items()}, parallel)
+    order = (*plan.blocks, *plan.units)
+    apply_activation_checkpointing({order.index(fqn): block for fqn, block in blocks.items()}, parallel)
     if parallel.compile and not eager:
         apply_compile(blocks)
     if needs_fsdp(parallel, ranks.spec):
@@ -141,7 +142,7 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
 def mixtures_of(plan: Plan) -> tuple[str, ...]:
     """The modules that hold experts and their router; experts alone if they are right in a block."""
     parents = {fqn: fqn.rpartition(".")[0] for fqn in plan.experts}
-    return tuple(fqn if parent in plan.blocks else parent for fqn, parent in parents.items())
+    return tuple(fqn if parent in (*plan.blocks, *plan.units) else parent for fqn, parent in parents.items())
 
 
 def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from titan_ckpt.trainer.seams.loss import CrossEntropy, Loss
 
@@ -110,6 +110,7 @@ class ModelSpec:
     blocks: str  # pattern of the blocks: the unit of FSDP, recomputation, compilation and pipeline stages
     first: tuple[str, ...] = ()  # patterns of modules before the blocks: on the first stage
     last: tuple[str, ...] = ()  # patterns of modules after the blocks: on the last stage
+    units: str = ""  # pattern of modules in `last` that are units of FSDP, recomputation and compilation, as blocks are
     loss: Loss = field(default_factory=CrossEntropy)
     tensor: Mapping[str, Rule] = field(default_factory=dict)  # what tp does with a module; empty: tp is refused
     attention: str = ""  # pattern of modules whose attribute `attend` is an `Attend`; empty: cp is refused
@@ -119,6 +120,8 @@ class ModelSpec:
     sequence: tuple[
         str, ...
     ] = ()  # fields [B, S, ...] of a batch that cp cuts; `positions` [B, S] is added if it is an input
+    # Fields computed from those of a whole batch, before cp cuts it; their names are also in inputs and sequence.
+    derived: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     tied: Mapping[str, str] = field(default_factory=dict)  # weight -> the weight it is
     initial: Callable[[str], Initial] = usual_initial
     fill_buffers: Callable[[nn.Module], None] | None = None  # computes the buffers, which building on meta leaves empty
