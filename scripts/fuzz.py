@@ -55,6 +55,8 @@ def main() -> int:
         return _plants(given.family or FAMILIES, given.out, given.minutes, given.seed)
     if given.scaling:
         return _scaling(given.family)
+    if "redaction" in (given.family or ()):
+        parser.error("--family redaction is for --scaling")
     results = []
     for name in given.family or FAMILIES:
         results.append(run_campaign(name, given.out, minutes=given.minutes, seed=given.seed))

@@ -48,6 +48,14 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     reason = _reason(run, state, first)
     if state.kind == RankState.IN_INIT and sum(other.kind == RankState.IN_INIT for other in states.values()) > 1:
         reason = replace(reason, confidence=Basis.GROUP_TIE.confidence)  # others wait there as well: it is no odd one
+    if (
+        state.kind == RankState.FINISHED
+        and first is not None
+        and not first.is_p2p
+        and _as_many_ended(run, first, edges, states)
+    ):
+        text = f"{reason.text}; as many ranks ended as wait, so either may be wrong"
+        reason = replace(reason, confidence=Basis.ENDED_AS_MANY.confidence, text=text)
     culprits = _culprits(run, root, reason.verdict)
     is_dead = state.kind == RankState.DEAD and state.frame is not None
     return Verdict(
@@ -68,6 +76,19 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         file=state.frame.file if is_dead and state.frame else "",
         line=state.frame.line if is_dead and state.frame else 0,
     )
+
+
+def _as_many_ended(run: Run, edge: Edge, edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
+    """Whether at least half of a group's members ended in order at one number: that they are wrong is then not shown."""
+    awaited = {other.awaited for other in edges if (other.group, other.seq) == (edge.group, edge.seq)}
+    ended = [rank for rank in awaited if states[rank].kind == RankState.FINISHED]
+    lasts = {_last_number(run, rank, edge.group) for rank in ended}
+    return len(lasts) == 1 and 2 * len(ended) >= len(run.members(edge.group))
+
+
+def _last_number(run: Run, rank: int, group: int) -> int:
+    rows = run.ranks[rank].operations
+    return int(rows["seq"][rows["group"] == group].max(initial=-1))
 
 
 def _astray(root: int, edges: Sequence[Edge]) -> int | None:

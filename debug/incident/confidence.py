@@ -56,6 +56,11 @@ class Basis(Enum):
     TICKS_STOPPED_CLOSED = 0.85, (V.RANK_DIED,), "its recorder stopped ticking and its connections closed"
     TICKS_STOPPED_OPEN = 0.8, (V.RANK_FROZEN,), "its recorder stopped ticking and its connections stayed open"
     ENDED_NORMALLY = 0.85, (V.SKIPPED_COLLECTIVE,), "it ended with exit code 0 while others wait for it"
+    ENDED_AS_MANY = (
+        0.4,
+        (V.SKIPPED_COLLECTIVE,),
+        "it ended with exit code 0, as did no fewer ranks of the group than wait: either party may be wrong",
+    )
     ENDED_WITHOUT_IT = (
         0.8,
         (V.P2P_MISSING_PEER,),
