@@ -12,13 +12,13 @@ import torch
 from tests.experts.test_mixtures import EIGHT, filled, hidden
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model import by_expert, linear
-from titan_ckpt.trainer.model.by_expert import grouped_product, looped_product
-from titan_ckpt.trainer.model.decoder import decoder
+from titan_ckpt.trainer.model.by_expert import Products, grouped_product, looped_product
+from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.model.experts import ClampedExperts, Experts
-from titan_ckpt.trainer.parallel.config import check_fits, mesh_spec
+from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.precision import describe_precision
 from tools.rank_pool import RankPool
-from tools.training.curves import MIXTURE, SMALL, CurveCase, relative_error, single, train
+from tools.training.curves import GPT_OSS, MIXTURE, SMALL, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import mesh
 
 BF16 = torch.bfloat16
@@ -71,7 +71,7 @@ def test_products_in_bfloat16_are_those_of_experts_cast_to_it(
     narrow = filled(make(replace(EIGHT, limit=7.0), 16)).to(BF16)
     expected = narrow.compute(x_ND.to(BF16), counts_E)
     expected.float().square().sum().backward()
-    experts.product_dtype = BF16
+    experts.products = Products(dtype=BF16)
     found = experts.compute(x_ND, counts_E)
     found.square().sum().backward()
     assert found.dtype == torch.float32
@@ -82,14 +82,24 @@ def test_products_in_bfloat16_are_those_of_experts_cast_to_it(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("parallel", [{"ep": 2}, {"tp": 2}, {"ep": 4, "activation_checkpoint": "selective"}])
-def test_experts_in_bfloat16_on_meshes(ranks: RankPool, parallel: dict[str, Any]) -> None:
-    run = CurveCase(model=MIXTURE, parallel=mesh(experts_dtype="bfloat16", **parallel), steps=5)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        mesh(ep=2, experts_dtype="bfloat16"),
+        mesh(tp=2, experts_dtype="bfloat16"),
+        mesh(ep=4, activation_checkpoint="selective", experts_dtype="bfloat16"),
+        mesh(ep=2, tp=2, experts_dtype="mxfp8"),
+    ],
+    ids=str,
+)
+def test_experts_in_narrow_dtypes_on_meshes(ranks: RankPool, parallel: ParallelConfig) -> None:
+    bar = 2**-8 if parallel.experts_dtype == "bfloat16" else 2**-6
+    run = CurveCase(model=MIXTURE, parallel=parallel, steps=5)
     losses = ranks.run(train, run)[0].losses
     exact = single(replace(run, parallel=mesh()))
-    narrow = single(replace(run, parallel=mesh(experts_dtype="bfloat16"))).losses
-    assert relative_error(losses, narrow) <= 2**-8
-    assert 0 < relative_error(narrow, exact.losses) <= 2**-8
+    narrow = single(replace(run, parallel=mesh(experts_dtype=parallel.experts_dtype))).losses
+    assert relative_error(losses, narrow) <= bar
+    assert 0 < relative_error(narrow, exact.losses) <= bar
 
 
 def test_the_dtype_of_experts_is_said_and_needs_experts() -> None:
@@ -107,3 +117,16 @@ def test_compiled_blocks_leave_their_mixtures_as_they_are(ranks: RankPool) -> No
     found, expected = ranks.run(train, run)[0], single(replace(run, parallel=mesh()))
     assert relative_error(found.losses, expected.losses) <= 1e-5
     assert found.loads == expected.loads
+
+
+@pytest.mark.parametrize("config", [MIXTURE, GPT_OSS])
+def test_experts_in_mxfp8_are_near_those_in_float32(config: ModelConfig) -> None:
+    run = CurveCase(model=config, parallel=mesh(experts_dtype="mxfp8"), steps=3)
+    found, exact = single(run).losses, single(replace(run, parallel=mesh())).losses
+    assert 0 < relative_error(found, exact) <= 2**-6
+
+
+def test_mxfp8_needs_blocks_of_32() -> None:
+    parallel, odd = mesh(experts_dtype="mxfp8"), replace(MIXTURE, experts=replace(EIGHT, ffn_dim=40))
+    with pytest.raises(ConfigError, match="gate_up_proj has a side of 80, not a multiple of 32"):
+        check_fits(decoder(odd), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)

@@ -9,6 +9,7 @@ Shapes: N rows, E experts, D model dim, F expert width, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from titan_ckpt.trainer.model.linear import by_onednn, product, weight_gradient
 
 _ALIGNMENT_BYTES = 16  # of the rows that torch's grouped product takes
+GroupedProduct: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # as `grouped_product`
 Activation: TypeAlias = Callable[[Tensor], Tensor]  # from gate and up [N, 2 F] to [N, F]
 
 
@@ -30,21 +32,31 @@ class ExpertWeights(NamedTuple):
     down_bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """How experts multiply: in `dtype` (None: that of rows and weights), by `multiply` (None: what is quickest)."""
+
+    dtype: torch.dtype | None = None
+    multiply: GroupedProduct | None = None
+
+
 def through_experts(
-    activation: Activation, rows_ND: Tensor, weights: ExpertWeights, counts_E: Tensor, dtype: torch.dtype | None = None
+    activation: Activation, rows_ND: Tensor, weights: ExpertWeights, counts_E: Tensor, how: Products
 ) -> Tensor:
-    """Rows sorted by expert, of which expert e has counts_E[e], through their experts, in `dtype` if it is given."""
-    if by_onednn(rows_ND, weights.gate_up):
-        sizes, dtype = counts_E.tolist(), dtype or rows_ND.dtype
+    """Rows sorted by expert, of which expert e has counts_E[e], through their experts."""
+    if how.multiply is None and by_onednn(rows_ND, weights.gate_up):
+        sizes, dtype = counts_E.tolist(), how.dtype or rows_ND.dtype
         y_ND: Tensor = _ByExpert.apply(activation, sizes, dtype, rows_ND, *weights)  # type: ignore[no-untyped-call]
         return y_ND
-    if dtype is not None:
-        cast = ExpertWeights._make(None if weight is None else weight.to(dtype) for weight in weights)
-        return through_experts(activation, rows_ND.to(dtype), cast, counts_E).to(rows_ND.dtype)
-    both_NF = grouped_product(rows_ND, weights.gate_up, counts_E)
+    if how.dtype is not None:
+        cast = ExpertWeights._make(None if weight is None else weight.to(how.dtype) for weight in weights)
+        rest = replace(how, dtype=None)
+        return through_experts(activation, rows_ND.to(how.dtype), cast, counts_E, rest).to(rows_ND.dtype)
+    multiply = how.multiply or grouped_product
+    both_NF = multiply(rows_ND, weights.gate_up, counts_E)
     if weights.gate_up_bias is not None:
         both_NF = both_NF + of_each_row(weights.gate_up_bias, counts_E)
-    y_ND = grouped_product(activation(both_NF), weights.down, counts_E)
+    y_ND = multiply(activation(both_NF), weights.down, counts_E)
     return y_ND if weights.down_bias is None else y_ND + of_each_row(weights.down_bias, counts_E)
 
 

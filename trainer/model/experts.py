@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.model.by_expert import ExpertWeights, through_experts
+from titan_ckpt.trainer.model.by_expert import ExpertWeights, Products, through_experts
 
 BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
@@ -205,7 +205,7 @@ class _Experts(nn.Module, ABC):
         super().__init__()
         self.number = number
         self.exchange: Exchange | None = None
-        self.product_dtype: torch.dtype | None = None  # None: that of rows and weights
+        self.products = Products()
 
     def forward(self, x_TD: Tensor, experts_TK: Tensor) -> Tensor:
         """The outputs of each token's experts: [N, D], not a view, which FSDP refuses."""
@@ -219,7 +219,7 @@ class _Experts(nn.Module, ABC):
 
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, through their experts."""
-        return through_experts(self.activation, rows_ND, self.weights(), counts_E, self.product_dtype)
+        return through_experts(self.activation, rows_ND, self.weights(), counts_E, self.products)
 
     @abstractmethod
     def weights(self) -> ExpertWeights:

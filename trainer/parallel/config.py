@@ -58,7 +58,7 @@ class ParallelConfig:
 
     compile: bool = False  # torch.compile of each layer
     param_dtype: DType = "float32"  # of forward and backward; the optimizer's weights stay float32
-    experts_dtype: Literal["param_dtype", "bfloat16"] = "param_dtype"  # of the experts' products
+    experts_dtype: Literal["param_dtype", "bfloat16", "mxfp8"] = "param_dtype"  # of the experts' products
     reduce_dtype: DType = "float32"  # of the gradients while they are reduced
     float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = (
         "none"  # products in float8 or MXFP8 by torchao
@@ -263,12 +263,18 @@ def _check_experts(plan: Plan, parallel: ParallelConfig) -> None:
         raise ConfigError(f"{spec.name}: ModelSpec.experts is empty, so ep={ep} has nothing to divide; set mesh.ep = 1")
     if parallel.experts_dtype != "param_dtype" and not plan.experts:
         raise ConfigError(f'mesh.experts_dtype = "{parallel.experts_dtype}", but the model has no experts')
+    for fqn in plan.experts if parallel.experts_dtype == "mxfp8" else ():
+        for name, weight in plan.module.get_submodule(fqn).named_parameters():
+            if weight.ndim == 3 and (odd := [size for size in weight.shape[1:] if size % MX_BLOCK]):
+                raise ConfigError(
+                    f'mesh.experts_dtype = "mxfp8": {fqn}.{name} has a side of {odd[0]}, not a multiple of {MX_BLOCK}'
+                )
     for fqn in plan.experts:
         name, weight = next(plan.module.get_submodule(fqn).named_parameters())
         _divides(len(weight), ep, f"{fqn}.{name}: experts", "ep")
     if plan.experts and parallel.float8 != "none":
         raise ConfigError(
-            f"float8={parallel.float8} with experts: grouped products in float8 are not done yet; set float8=none"
+            f'float8={parallel.float8} with experts: set float8=none; mesh.experts_dtype = "mxfp8" is for their products'
         )
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.device_mesh import RankMesh
+from titan_ckpt.trainer.model.by_expert import Products
 from titan_ckpt.trainer.model.experts import BalanceConfig, Compute, inverse, permuted
 from titan_ckpt.trainer.model.plan import Plan, routers_of
 from titan_ckpt.trainer.model.stages import here
@@ -38,12 +39,12 @@ def shard_experts(part: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
                 owner.register_parameter(name, nn.Parameter(cut))
 
 
-def set_product_dtype(part: nn.Module, plan: Plan, dtype: torch.dtype) -> None:
-    """Let the experts multiply in `dtype`; ConfigError for modules that cannot."""
+def set_products(part: nn.Module, plan: Plan, products: Products) -> None:
+    """Let the experts multiply so; ConfigError for modules that cannot."""
     for fqn, module in here(part, plan.experts):
-        if not hasattr(module, "product_dtype"):
-            raise ConfigError(f'mesh.experts_dtype: {fqn} has no attribute `product_dtype`; set it to "param_dtype"')
-        module.__dict__["product_dtype"] = dtype
+        if not hasattr(module, "products"):
+            raise ConfigError(f'mesh.experts_dtype: {fqn} has no attribute `products`; set it to "param_dtype"')
+        module.__dict__["products"] = products
 
 
 def set_balance(part: nn.Module, balance: BalanceConfig, ranks: RankMesh, *, is_sequence_cut: bool) -> None:

@@ -24,11 +24,11 @@ from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.model.stages import BlockRange, blocks_of, build_stage, here, named_weights, tie
 from titan_ckpt.trainer.parallel.config import ParallelConfig, expert_axes, layer_ranges, stages_of_rank
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
-from titan_ckpt.trainer.parallel.experts import set_balance, set_product_dtype, shard_experts
+from titan_ckpt.trainer.parallel.experts import set_balance, set_products, shard_experts
 from titan_ckpt.trainer.parallel.initialize import fill
 from titan_ckpt.trainer.parallel.overlap.compiled import overlap_in_compiled_blocks
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
-from titan_ckpt.trainer.parallel.precision import DTYPES, apply_float8, mixed_precision
+from titan_ckpt.trainer.parallel.precision import apply_float8, expert_products, mixed_precision
 from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile
 from titan_ckpt.trainer.parallel.stage_forward import compute_loss_in
 from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel, compute_on_shards
@@ -123,7 +123,7 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
         )  # fmt: skip
         partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
     if parallel.experts_dtype != "param_dtype":
-        set_product_dtype(part, plan, DTYPES[parallel.experts_dtype])
+        set_products(part, plan, expert_products(parallel, ranks.device))
     if ranks.expert_mesh is not None:
         shard_experts(part, plan, ranks.expert_mesh[ranks.expert_axes])
     if tp_mesh is not None or ranks.expert_mesh is not None:

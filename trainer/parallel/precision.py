@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_ckpt.errors import ConfigError, MissingExtraError
+from titan_ckpt.trainer.model.by_expert import Products
 from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig, skips_float8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,7 +43,8 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
         but = f" but for {', '.join(parallel.float8_skip)}" if parallel.float8_skip else ""
         products = f"{name} in the blocks{but} ({parallel.param_dtype} elsewhere{how})"
     if parallel.experts_dtype != "param_dtype":
-        products = f"{products}, those of experts {parallel.experts_dtype}"
+        how = "" if parallel.experts_dtype != "mxfp8" or _has_mxfp8(device) else " (emulated)"
+        products = f"{products}, those of experts {parallel.experts_dtype}{how}"
     return (
         f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
     )
@@ -85,12 +87,37 @@ def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
     return lambda linear: Float8Linear.from_float(linear, config=config)
 
 
-def _mxfp8_factory(device: torch.device) -> Any:
+def expert_products(parallel: ParallelConfig, device: torch.device) -> Products:
+    """How experts multiply with this `experts_dtype`."""
+    if parallel.experts_dtype != "mxfp8":
+        return Products(dtype=DTYPES[parallel.experts_dtype])
+    _check_mxfp8(device, 'mesh.experts_dtype = "mxfp8"', 'use "bfloat16"')
+    try:
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
+        from torchao.quantization.quantize_.common import KernelPreference
+    except ImportError as error:
+        raise MissingExtraError("torchao", "train", "mxfp8") from error
+    is_real = device.type == "cuda"
+    kernel = KernelPreference.AUTO if is_real else KernelPreference.EMULATED
+
+    def multiply(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        y_NO: Tensor = _to_mxfp8_then_scaled_grouped_mm(
+            x_NI, weights_EOI.contiguous().transpose(-2, -1), offs=counts_E.cumsum(0, dtype=torch.int32),
+            kernel_preference=kernel, pad_token_groups_for_grouped_mm=True,
+        )  # fmt: skip
+        return y_NO
+
+    return Products(dtype=torch.bfloat16, multiply=multiply)
+
+
+def _check_mxfp8(device: torch.device, setting: str, instead: str) -> None:
     if device.type == "cuda" and not _has_mxfp8(device):
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        raise ConfigError(
-            f'mesh.float8 = "mxfp8" needs compute capability 10.0 or 10.3; {name} has {major}.{minor}: use float8 = "rowwise"'
-        )
+        raise ConfigError(f"{setting} needs compute capability 10.0 or 10.3; {name} has {major}.{minor}: {instead}")
+
+
+def _mxfp8_factory(device: torch.device) -> Any:
+    _check_mxfp8(device, 'mesh.float8 = "mxfp8"', 'use float8 = "rowwise"')
     try:
         from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
         from torchao.prototype.moe_training.mxfp8_linear import mx_mm
