@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.diagnosis.advice import advice
+from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, overtakes, shortest_chain
@@ -41,9 +42,9 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     """Why `root`, for whom others wait, does not come."""
     state = states[root]
     chain = shortest_chain(edges, root)
-    astray = _astray(root, edges) if state.kind == RankState.FINISHED else None
-    if astray is not None:
-        return _addressed_wrongly(run, astray, root, chain, states)
+    stray = astray(root, edges) if state.kind == RankState.FINISHED else None
+    if stray is not None:
+        return addressed_wrongly(run, stray, root, chain, states)
     first = next((edge for edge in edges if edge.awaited == root and edge.group >= 0), None)
     reason = _reason(run, state, first)
     if state.kind == RankState.IN_INIT and sum(other.kind == RankState.IN_INIT for other in states.values()) > 1:
@@ -52,7 +53,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         state.kind == RankState.FINISHED
         and first is not None
         and not first.is_p2p
-        and _as_many_ended(run, first, edges, states)
+        and as_many_ended(run, first, edges, states)
     ):
         text = f"{reason.text}; as many ranks ended as wait, so either may be wrong"
         reason = replace(reason, confidence=Basis.ENDED_AS_MANY.confidence, text=text)
@@ -76,43 +77,6 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         file=state.frame.file if is_dead and state.frame else "",
         line=state.frame.line if is_dead and state.frame else 0,
     )
-
-
-def _as_many_ended(run: Run, edge: Edge, edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
-    """Whether at least half of a group's members ended in order at one number: that they are wrong is then not shown."""
-    awaited = {other.awaited for other in edges if (other.group, other.seq) == (edge.group, edge.seq)}
-    ended = [rank for rank in awaited if states[rank].kind == RankState.FINISHED]
-    lasts = {_last_number(run, rank, edge.group) for rank in ended}
-    return len(lasts) == 1 and 2 * len(ended) >= len(run.members(edge.group))
-
-
-def _last_number(run: Run, rank: int, group: int) -> int:
-    rows = run.ranks[rank].operations
-    return int(rows["seq"][rows["group"] == group].max(initial=-1))
-
-
-def _astray(root: int, edges: Sequence[Edge]) -> int | None:
-    """The one rank that sends to, or receives from, a rank that has ended, while another waits for its own send or recv."""
-    direct = [edge for edge in edges if edge.awaited == root]
-    waiters = {edge.waiter for edge in direct}
-    is_awaited = any(edge.is_p2p and edge.awaited in waiters for edge in edges)
-    return min(waiters) if len(waiters) == 1 and is_awaited and all(edge.is_p2p for edge in direct) else None
-
-
-def _addressed_wrongly(
-    run: Run, rank: int, ended: int, chain: tuple[tuple[int, int], ...], states: Mapping[int, Situation]
-) -> Verdict:
-    """A send or recv with the wrong peer: that peer ended without it, and the right one waits."""
-    right = next(waiter for waiter, awaited in chain if awaited == rank)
-    return Verdict(
-        verdict=VerdictKind.P2P_MISSING_PEER, culprits=(rank,),
-        victims=tuple(sorted({waiter for waiter, _ in chain} - {rank})), step=run.step_of(rank),
-        confidence=Basis.ENDED_WITHOUT_IT.confidence,
-        headline=f"rank {rank} waits{states[rank].where} for rank {ended}, which ended normally, while rank {right} waits for "
-        f"rank {rank}: the send or recv has the wrong peer",
-        evidence=(*states[rank].evidence, *states[right].evidence[:1], *states[ended].evidence[:1]),
-        chain=chain, next_steps=("check which peer that line passes (dst=, src=)",),
-    )  # fmt: skip
 
 
 def _culprits(run: Run, root: int, verdict: VerdictKind) -> tuple[int, ...]:
