@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.resharding.placement_rules import tensor_parallel
+from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.trainer.model.ahead import AHEAD_LABELS, AHEAD_TOKENS, AheadConfig, ahead_fields
 from titan_ckpt.trainer.model.decoder import Decoder, ModelConfig, decoder
 from titan_ckpt.trainer.model.rope import rotation
@@ -102,12 +104,26 @@ def test_on_meshes_it_is_that_of_one_process(ranks: RankPool, parallel: Any) -> 
     assert relative_error(expected.losses, single(replace(run, model=DEEPSEEK, parallel=mesh())).losses) > 1e-4
 
 
+@pytest.mark.dist
+def test_embedding_head_and_modules_share_one_weight_on_the_last_stage(ranks: RankPool) -> None:
+    run = CurveCase(model=replace(TWO, tied_embeddings=True), parallel=mesh(pp=2), steps=3)
+    found, expected = ranks.run(train, run)[0], single(replace(run, parallel=mesh()))
+    assert relative_error(found.losses, expected.losses) <= 1e-5
+    assert relative_error(found.norms, expected.norms) <= 1e-4
+
+
+def test_a_reshard_knows_how_tp_cuts_the_modules() -> None:
+    depth = "model.model.ahead.depths.0"
+    assert tensor_parallel(f"{depth}.eh_proj.weight") == tensor_parallel(f"{depth}.enorm.weight") == {}
+    assert tensor_parallel(f"{depth}.layer.self_attn.o_proj.weight") == {"tp": Shard(1)}
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (replace(SMALL, ahead=AheadConfig()), "family llama predicts no more than the next token"),
-        (replace(DEEPSEEK, ahead=AheadConfig(depth=0)), "depth 0 must be from 1 to 16"),
-        (replace(DEEPSEEK, ahead=AheadConfig(weight=0.0)), r"weight 0\.0 more than 0"),
+        (replace(DEEPSEEK, ahead=AheadConfig(depth=0)), r"model\.ahead\.depth = 0: must be from 1 to 16"),
+        (replace(DEEPSEEK, ahead=AheadConfig(weight=0.0)), r"model\.ahead\.weight = 0\.0: must be more than 0"),
     ],
 )
 def test_what_it_cannot_be_is_refused(config: ModelConfig, message: str) -> None:

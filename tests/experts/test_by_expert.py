@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.experts.test_mixtures import EIGHT, filled, hidden
+from titan_ckpt.debug.record.recorder import Recorder
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model import by_expert, linear
 from titan_ckpt.trainer.model.by_expert import Products, grouped_product, looped_product
@@ -18,7 +20,7 @@ from titan_ckpt.trainer.model.experts import ClampedExperts, Experts
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.precision import describe_precision
 from tools.rank_pool import RankPool
-from tools.training.curves import GPT_OSS, MIXTURE, SMALL, CurveCase, relative_error, single, train
+from tools.training.curves import GPT_OSS, MIXTURE, SMALL, Curve, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import mesh
 
 BF16 = torch.bfloat16
@@ -108,6 +110,18 @@ def test_the_dtype_of_experts_is_said_and_needs_experts() -> None:
     assert "products float32, those of experts bfloat16," in describe_precision(parallel, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r'mesh\.experts_dtype = "bfloat16", but the model has no experts'):
         check_fits(decoder(SMALL), parallel, mesh_spec(parallel, 1), seq_len=48, microbatch_size=1)
+
+
+def recorded(rank: int, run: CurveCase) -> Curve:
+    with tempfile.TemporaryDirectory() as folder, Recorder.start(folder, rank=rank, world_size=4, stall_s=0):
+        return train(rank, run)
+
+
+@pytest.mark.dist
+def test_a_compiled_ring_can_be_recorded(ranks: RankPool) -> None:
+    run = CurveCase(model=SMALL, parallel=mesh(cp=4, compile=True), steps=2)
+    found, expected = ranks.run(recorded, run)[0], single(replace(run, parallel=mesh()))
+    assert relative_error(found.losses, expected.losses) <= 1e-5
 
 
 @pytest.mark.dist

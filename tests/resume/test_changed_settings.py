@@ -93,6 +93,12 @@ def test_precision_is_said(tmp_path: Path, table: str, key: str, value: Any, cap
     assert f"{table}.{key}: {BEFORE[table][key]} -> {value}" in caplog.text
 
 
+def test_a_setting_in_a_table_of_a_table_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before, now = ({"model": {"dim": 8, "ahead": {"depth": 1, "weight": weight}}} for weight in (0.3, 0.1))
+    check(tmp_path, before, now)
+    assert "model.ahead.weight: 0.3 -> 0.1" in caplog.text
+
+
 @pytest.mark.parametrize(("key", "value"), [("alpha", 32.0), ("rank", 4), ("targets", ["q_proj", "k_proj"])])
 def test_adapters_with_other_settings_are_refused(
     tmp_path: Path, key: str, value: Any, caplog: pytest.LogCaptureFixture

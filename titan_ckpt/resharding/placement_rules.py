@@ -23,6 +23,7 @@ _ROW = re.compile(r"(?:^|\.)(?:o_proj|down_proj|wo|w2)\.(weight|bias)(?:\.|$)")
 _VOCABULARY = re.compile(r"(?:^|\.)(?:embed_tokens|tok_embeddings|lm_head|output)\.(?:weight|bias)(?:\.|$)")
 _NORM = re.compile(r"(?:^|\.)(?:\w*norm|ln_f)\.(?:weight|bias)(?:\.|$)")
 _ROUTER = re.compile(r"(?:^|\.)(?:gate|router)\.(?:weight|bias|e_score_correction_bias)(?:\.|$)")
+_JOINED = re.compile(r"(?:^|\.)eh_proj\.weight(?:\.|$)")  # of modules that predict further tokens
 _EXPERTS = re.compile(r"(?:^|\.)experts\.")
 
 
@@ -46,7 +47,7 @@ def tensor_parallel(fqn: str) -> Placements | None:
         return {"tp": Shard(0)}
     if row := _ROW.search(fqn):
         return {"tp": Shard(1)} if row.group(1) == "weight" else {}
-    return {} if any(whole.search(fqn) for whole in (_NORM, _ROUTER, _TO_LATENT)) else None
+    return {} if any(whole.search(fqn) for whole in (_NORM, _ROUTER, _TO_LATENT, _JOINED)) else None
 
 
 def match_rule(rules: tuple[PlacementRule, ...], fqn: str) -> Placements | None:

@@ -107,8 +107,8 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) 
     changes = []
     own = [f"{table}.{key}" for table, keys in now.items() if table not in _TABLES for key in keys]
     for name in [name for name, of in EFFECTS.items() if of == effect] + (own if effect is Effect.SAID else []):
-        table, _, key = name.partition(".")
-        then, since = before.get(table), now.get(table)
+        table, _, key = name.rpartition(".")
+        then, since = _table(before, table), _table(now, table)
         if (
             not isinstance(then, Mapping)
             or not isinstance(since, Mapping)
@@ -118,6 +118,14 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) 
         if key in then and key in since and then[key] != since[key]:
             changes.append(f"{name}: {then[key]} -> {since[key]}")
     return changes
+
+
+def _table(config: Mapping[str, Any], name: str) -> Any:
+    """The table of this dotted name, None if there is none."""
+    found: Any = config
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
 
 
 def _is_off(*tables: Mapping[str, Any]) -> bool:

@@ -35,8 +35,10 @@ class AheadConfig:
 
 def check_ahead(config: AheadConfig) -> None:
     """ConfigError for numbers out of range."""
-    if not 1 <= config.depth <= 16 or not 0.0 < config.weight < 1e30:
-        raise ConfigError(f"model.ahead: depth {config.depth} must be from 1 to 16, weight {config.weight} more than 0")
+    if not 1 <= config.depth <= 16:
+        raise ConfigError(f"model.ahead.depth = {config.depth}: must be from 1 to 16")
+    if not 0.0 < config.weight < 1e30:
+        raise ConfigError(f"model.ahead.weight = {config.weight}: must be more than 0")
 
 
 class Predictor(nn.Module):

@@ -48,7 +48,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceConfig:
-    """How tokens are kept spread over the experts of a mixture; without effect on a dense model."""
+    """How tokens are kept spread over the experts of a mixture; refused for a dense model."""
 
     bias_rate: float = 0.0  # step of the correction bias against the load (arXiv 2408.15664); needs correction_bias
     balance_loss: float = 0.0  # weight of the load-balancing loss of each sequence (arXiv 2412.19437, equation 17)

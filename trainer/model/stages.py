@@ -58,7 +58,9 @@ def named_weights(spec: ModelSpec, part: nn.Module) -> Iterator[tuple[str, nn.Pa
 def tie(spec: ModelSpec, part: nn.Module) -> None:
     """Make tied weights of a stage one; needed again after steps that replace weights."""
     weights = dict(part.named_parameters(remove_duplicate=False))
-    for alias, fqn in spec.tied.items():
-        if alias in weights and fqn in weights:
+    for fqn in set(spec.tied.values()):
+        aliases = [alias for alias, tied_to in spec.tied.items() if tied_to == fqn]
+        first, *others = [name for name in (fqn, *aliases) if name in weights] or [""]
+        for alias in others:
             owner, _, name = alias.rpartition(".")
-            part.get_submodule(owner).register_parameter(name, weights[fqn])
+            part.get_submodule(owner).register_parameter(name, weights[first])

@@ -181,7 +181,7 @@ def _check_tensor(spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec) -> 
     if spec.tied and mesh.degree("pp") > 1 and parallel.pp_schedule in V_SHAPED:
         raise ConfigError(
             f"tied weights ({', '.join(spec.tied)}) with {parallel.pp_schedule}: a rank would have first and last stage and one "
-            "weight twice; use 1F1B, Interleaved1F1B or InterleavedZeroBubble, or untie them"
+            "weight twice; use 1F1B, Interleaved1F1B or InterleavedZeroBubble"
         )
 
 

@@ -105,10 +105,18 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class RingAttend:
-    """Ring attention."""
+    """Ring attention; `is_eager` inside of compiled blocks, which cannot hold sends and receives that are recorded."""
 
-    def __init__(self, group: dist.ProcessGroup, window: int | None = None, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        window: int | None = None,
+        scale: float | None = None,
+        *,
+        is_eager: bool = False,
+    ) -> None:
         self.group, self.window, self.scale = group, window, scale
+        self._around = torch.compiler.disable(_Ring.apply) if is_eager else _Ring.apply  # type: ignore[no-untyped-call]
         self.rank, self.degree = dist.get_rank(group), dist.get_world_size(group)
 
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> list[QueryKeyBlock]:
@@ -141,7 +149,7 @@ class RingAttend:
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: list[QueryKeyBlock], sinks_H: Tensor | None = None
     ) -> Tensor:
         q_BHSK, k_BGTK, v_BGTK = (x.transpose(1, 2).contiguous() for x in (q_BSHK, k_BTGK, v_BTGK))
-        o_BHSK: Tensor = _Ring.apply(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask, self.group)  # type: ignore[no-untyped-call]
+        o_BHSK: Tensor = self._around(q_BHSK, k_BGTK, v_BGTK, sinks_H, mask, self.group)
         return o_BHSK.transpose(1, 2)
 
 

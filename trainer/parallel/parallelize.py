@@ -164,8 +164,9 @@ def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: 
 def _kernel(window: int | None, scale: float | None, parallel: ParallelConfig, ranks: RankMesh) -> Attend:
     if ranks.cp_group is None:
         return FlexAttend(window, scale)
-    kind = RingAttend if parallel.cp_method == "ring" else AllGatherAttend
-    return kind(ranks.cp_group, window, scale)
+    if parallel.cp_method == "ring":
+        return RingAttend(ranks.cp_group, window, scale, is_eager=parallel.compile)
+    return AllGatherAttend(ranks.cp_group, window, scale)
 
 
 def needs_fsdp(parallel: ParallelConfig, mesh: MeshSpec) -> bool:
