@@ -105,7 +105,7 @@ def test_on_meshes_it_is_that_of_one_process(ranks: RankPool, parallel: Any) -> 
 
 
 @pytest.mark.dist
-def test_embedding_head_and_modules_share_one_weight_on_the_last_stage(ranks: RankPool) -> None:
+def test_embedding_and_head_share_one_weight_on_the_last_stage(ranks: RankPool) -> None:
     run = CurveCase(model=replace(TWO, tied_embeddings=True), parallel=mesh(pp=2), steps=3)
     found, expected = ranks.run(train, run)[0], single(replace(run, parallel=mesh()))
     assert relative_error(found.losses, expected.losses) <= 1e-5
