@@ -20,7 +20,7 @@ from titan_ckpt.errors import ConfigError, PlanError
 from titan_ckpt.trainer.config.toml_records import as_dict, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, resolve_mesh
 from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
-from titan_ckpt.trainer.model.decoder import Family, ModelConfig, decoder
+from titan_ckpt.trainer.model.decoder import ModelConfig, decoder
 from titan_ckpt.trainer.model.experts import (
     BIAS,
     BalanceConfig,
@@ -29,6 +29,7 @@ from titan_ckpt.trainer.model.experts import (
     MixtureOfExperts,
     Router,
 )
+from titan_ckpt.trainer.model.families import Family
 from titan_ckpt.trainer.model.plan import plan_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, expert_axes, mesh_spec
 from tools.paths import CONFIGS

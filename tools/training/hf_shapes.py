@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.trainer.model.decoder import MIXTURES, Family, ModelConfig
+from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.experts import ExpertsConfig
+from titan_ckpt.trainer.model.families import MIXTURES, Family
 from titan_ckpt.trainer.model.rope import RopeScaling
 
 ARCHITECTURES: dict[Family, str] = {

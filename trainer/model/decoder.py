@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,24 +27,16 @@ from titan_ckpt.trainer.model.ahead import (
     AheadConfig,
     Predictor,
     ahead_fields,
-    check_ahead,
 )
 from titan_ckpt.trainer.model.attention import Attend, Mask, SdpaAttend
-from titan_ckpt.trainer.model.experts import ClampedMixture, ExpertsConfig, MixtureOfExperts, check_experts
+from titan_ckpt.trainer.model.experts import ClampedMixture, ExpertsConfig, MixtureOfExperts
+from titan_ckpt.trainer.model.families import Family, check_attention, check_mixture, tensor_rules
 from titan_ckpt.trainer.model.head import LmHead
-from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, check_latent, latent_weights
+from titan_ckpt.trainer.model.latent import LatentAttention, LatentConfig, latent_weights
 from titan_ckpt.trainer.model.linear import Linear
 from titan_ckpt.trainer.model.rope import RopeConfig, RopeScaling, Rotation, rotate, rotation, score_amplitude
-from titan_ckpt.trainer.model.tensor_rules import tensor_rules
 from titan_ckpt.trainer.seams.loss import LossInModel
 from titan_ckpt.trainer.seams.model import Constant, Initial, ModelSpec, Normal
-
-Family: TypeAlias = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss"
-]
-
-LATENT: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3")
-MIXTURES: tuple[Family, ...] = ("mixtral", "qwen3_moe", *LATENT, "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,8 +288,8 @@ def decoder(config: ModelConfig) -> ModelSpec:
         )
     if config.latent is None and not config.head_dim and config.dim % config.n_heads:
         raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
-    _check_attention(config)
-    _check_mixture(config)
+    check_attention(config)
+    check_mixture(config)
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tied_embeddings else {}
     more: dict[str, Any] = {}
     if config.ahead is not None:
@@ -324,60 +316,3 @@ def decoder(config: ModelConfig) -> ModelSpec:
         flops_per_token=lambda seq_len: flops_per_token(config, seq_len),
         **more,
     )
-
-
-def _check_attention(config: ModelConfig) -> None:
-    """ConfigError for options of attention that contradict each other or the family."""
-    latent, every = config.latent, config.full_attention_every
-    if (latent is not None) != (config.family in LATENT):
-        which = "must have" if latent is None else "cannot have"
-        raise ConfigError(
-            f"model: family {config.family} {which} the table [model.latent]; it is for {', '.join(LATENT)}"
-        )
-    if latent is not None:
-        check_latent(latent)
-        options = ("qkv_bias", "o_bias", "qk_norm", "sliding_window", "sinks", "head_dim")
-        if given := [name for name in options if getattr(config, name)]:
-            raise ConfigError(
-                f"model.{given[0]} = {getattr(config, given[0])}: latent attention has none; leave it out"
-            )
-        if config.n_kv_heads != config.n_heads:
-            raise ConfigError(f"model: latent attention has as many key/value heads as n_heads = {config.n_heads}")
-    if config.sinks and config.family != "gpt_oss":
-        raise ConfigError(f"model.sinks: family {config.family} has none; gpt_oss has")
-    if every and (every < 2 or config.sliding_window is None):
-        raise ConfigError(
-            f"model.full_attention_every = {every}: must be 0, or at least 2 with model.sliding_window set"
-        )
-
-
-def _check_mixture(config: ModelConfig) -> None:
-    """ConfigError for experts that contradict each other or the family."""
-    experts, is_mixture = config.experts, config.family in MIXTURES
-    if config.ahead is not None:
-        check_ahead(config.ahead)
-        if config.family != "deepseek_v3":
-            raise ConfigError(
-                f"model.ahead: family {config.family} predicts no more than the next token; deepseek_v3 does"
-            )
-    if experts is None:
-        if is_mixture:
-            raise ConfigError(f"model: family {config.family} is a mixture of experts: give the table [model.experts]")
-        return
-    check_experts(experts)
-    if not is_mixture:
-        raise ConfigError(
-            f"model.experts: family {config.family} has none; families with experts: {', '.join(MIXTURES)}"
-        )
-    if config.family == "mixtral" and config.ffn_dim != experts.ffn_dim:
-        raise ConfigError(
-            f"model.ffn_dim = {config.ffn_dim}, model.experts.ffn_dim = {experts.ffn_dim}: family mixtral has one width for both"
-        )
-    if (experts.limit is not None) != (config.family == "gpt_oss"):
-        raise ConfigError(
-            "model.experts.limit, of the clamped SwiGLU with biases, is what family gpt_oss has and no other"
-        )
-    if experts.dense_layers >= config.n_layers:
-        raise ConfigError(
-            f"model.experts.dense_layers = {experts.dense_layers} leaves no layer of {config.n_layers} for experts"
-        )
