@@ -119,7 +119,7 @@ PROMISES = (
     _tested("train", "same config, same mesh: the same bits, across a save too", "bit-equal", "trainer/test_loop.py"),
     _train("logits of SmolLM2-135M against transformers", "<= 1e-3", "trainer smollm2", "largest logit", SMOLLM2),
     _train("tokens/s against torchtitan on gloo, 5 meshes", ">= 1.05 x", "trainer torchtitan", ".", TITAN),
-    _train("the same with a mixture of experts, 3 meshes", ">= 1.0 x", "trainer mixture torchtitan", "^(1|FSDP2|EP2)[^,]*$", TITAN),
+    _train("the same with a mixture of experts, 3 meshes", ">= 1.0 x", "trainer mixture torchtitan", "^[^,]*$", TITAN),
     _train("tokens/s against torchtitan on one GPU", ">= 1.0 x", "trainer gpu", "^(?!Float8 over|a save)", GPU),
     _train("Float8 over bf16, both compiled, on one GPU", ">= 1.25 x", "trainer gpu", "^Float8 over", GPU),
     _train("stall of a save from the GPU, over the copy alone", "<= 1.25 x", "trainer gpu", "^a save", GPU),
