@@ -85,7 +85,7 @@ PROMISES = (
     _save("stall of an async save, over a copy into warm buffers", "<= 1.25 x", "core-local", "stall of an async save"),
     _save("memory over 50 async saves", "flat", "core-local", "memory over 50 async saves"),
     _save("training rate while uploading", ">= 0.80", "core-local", "training rate while uploading"),
-    _save("the same with a paced upload, local and S3", ">= 0.93", "core-local", "the same, paced"),
+    _save("the same with a paced upload", ">= 0.93", "core-local", "the same, paced"),
     _save("sync save, local, over raw write + fsync", "<= 1.2 x", "core-local", "^sync save"),
     _save("load, local, over raw readinto", "<= 1.5 x", "core-local", "load, local"),
     _save("S3 save, over the best client's put", "<= 1.15 x", "core-s3", "S3 save"),

@@ -10,7 +10,8 @@ than bfloat16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,11 +74,9 @@ def _with_adapter(made: nn.Module, linear: nn.Linear) -> nn.Module:
 
 
 def _float8_factory(parallel: ParallelConfig, device: torch.device) -> Any:
-    try:
+    with _torchao("float8"):
         from torchao.float8.config import Float8LinearConfig
         from torchao.float8.float8_linear import Float8Linear
-    except ImportError as error:
-        raise MissingExtraError("torchao", "train", "float8") from error
 
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(parallel.float8),
@@ -91,14 +90,9 @@ def expert_products(parallel: ParallelConfig, device: torch.device) -> Products:
     """How experts multiply with this `experts_dtype`."""
     if parallel.experts_dtype != "mxfp8":
         return Products(dtype=DTYPES[parallel.experts_dtype])
-    _check_mxfp8(device, 'mesh.experts_dtype = "mxfp8"', 'use "bfloat16"')
-    try:
+    kernel = _mxfp8_kernel(device, 'mesh.experts_dtype = "mxfp8"', 'use "bfloat16"')
+    with _torchao("mxfp8"):
         from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scaled_grouped_mm
-        from torchao.quantization.quantize_.common import KernelPreference
-    except ImportError as error:
-        raise MissingExtraError("torchao", "train", "mxfp8") from error
-    is_real = device.type == "cuda"
-    kernel = KernelPreference.AUTO if is_real else KernelPreference.EMULATED
 
     def multiply(x_NI: Tensor, weights_EOI: Tensor, counts_E: Tensor) -> Tensor:
         y_NO: Tensor = _to_mxfp8_then_scaled_grouped_mm(
@@ -110,24 +104,33 @@ def expert_products(parallel: ParallelConfig, device: torch.device) -> Products:
     return Products(dtype=torch.bfloat16, multiply=multiply)
 
 
-def _check_mxfp8(device: torch.device, setting: str, instead: str) -> None:
+def _mxfp8_kernel(device: torch.device, setting: str, instead: str) -> Any:
+    """torchao's kernels for MXFP8: emulated on a CPU; ConfigError for a GPU without them."""
     if device.type == "cuda" and not _has_mxfp8(device):
         name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         raise ConfigError(f"{setting} needs compute capability 10.0 or 10.3; {name} has {major}.{minor}: {instead}")
+    with _torchao("mxfp8"):
+        from torchao.quantization.quantize_.common import KernelPreference
+    return KernelPreference.AUTO if device.type == "cuda" else KernelPreference.EMULATED
+
+
+@contextmanager
+def _torchao(what: str) -> Iterator[None]:
+    """Around imports of torchao; MissingExtraError without it."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError("torchao", "train", what) from error
 
 
 def _mxfp8_factory(device: torch.device) -> Any:
-    _check_mxfp8(device, 'mesh.float8 = "mxfp8"', 'use float8 = "rowwise"')
-    try:
+    kernel = _mxfp8_kernel(device, 'mesh.float8 = "mxfp8"', 'use float8 = "rowwise"')
+    with _torchao("mxfp8"):
         from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
         from torchao.prototype.moe_training.mxfp8_linear import mx_mm
         from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, MXFP8Dim1CastKernelChoice
-        from torchao.quantization.quantize_.common import KernelPreference
-    except ImportError as error:
-        raise MissingExtraError("torchao", "train", "mxfp8") from error
-    is_real = device.type == "cuda"
-    kernel = KernelPreference.AUTO if is_real else KernelPreference.EMULATED
     recipe = MXFP8TrainingOpConfig(kernel_preference=kernel)
+    is_real = device.type == "cuda"
     e4m3 = torch.float8_e4m3fn
     dim0 = MXFP8Dim0CastKernelChoice.TRITON if is_real else MXFP8Dim0CastKernelChoice.TORCH
     dim1 = MXFP8Dim1CastKernelChoice.CUDA if is_real else MXFP8Dim1CastKernelChoice.TORCH
