@@ -11,7 +11,7 @@ import torch
 
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
-from titan_ckpt.errors import StoreError, TransientStoreError
+from titan_ckpt.errors import NotFoundError, StoreError, TransientStoreError
 from titan_ckpt.format.names import UNMIRRORED
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.saving.second_tier import open_nearest
@@ -141,7 +141,7 @@ def test_nothing_goes_while_it_is_unknown_what_the_tier_lacks(
     assert "lacks is unknown" in caplog.text
 
 
-def test_a_due_step_that_was_deleted_is_forgotten(
+def test_a_due_step_that_was_deleted_is_said_and_passed_over(
     tmp_path: Path, safe: Target, caplog: pytest.LogCaptureFixture
 ) -> None:
     fast = tmp_path / "fast"
@@ -152,7 +152,118 @@ def test_a_due_step_that_was_deleted_is_forgotten(
         safe.is_down = False
         save(saver, 2)
     assert committed(safe) == [2]
-    assert "@1 was deleted before it was copied" in caplog.text
+    assert "@1 is not there, so it cannot be copied" in caplog.text
+
+
+class Source(FileStore):
+    """A first tier that for a while does not show some files, or cannot write some."""
+
+    hidden: tuple[str, ...] = ()
+    unwritable: tuple[str, ...] = ()
+
+    def stat(self, path: str) -> ObjectInfo:
+        self._show(path)
+        return super().stat(path)
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        self._show(path)
+        return super().read(path, start, length)
+
+    def _show(self, path: str) -> None:
+        if path in self.hidden:
+            raise NotFoundError(f"{path}: not there")
+
+    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
+        if path in self.unwritable:
+            raise TransientStoreError("cannot be written")
+        return super().write(path, parts)
+
+
+@pytest.fixture
+def fast(tmp_path: Path) -> Source:
+    return Source(str(tmp_path / "fast"))
+
+
+def test_what_a_dead_job_left_is_written_down_until_it_is_copied(fast: Source, safe: Target) -> None:
+    """Steps 2 and 3 are due because they are newer than the newest copy; then step 4 is copied and they are not."""
+    with Saver(fast, SaveOptions(mirror=safe)) as saver:
+        save(saver, 1)
+    with Saver(fast) as saver:
+        save(saver, 2)
+        save(saver, 3)
+    fast.hidden = ("step-00000002/COMMIT.json", "step-00000003/COMMIT.json")
+    with Saver(fast, SaveOptions(mirror=safe)):
+        pass
+    fast.hidden = ()
+    safe.is_down = True
+    saver = Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE))
+    save(saver, 4)
+    with pytest.raises(SaveError):
+        saver.close()
+    safe.is_down = False
+    marked = [int(line) for line in Path(fast.url, UNMIRRORED).read_text().splitlines()[1:]]
+    assert marked == [2, 3, 4]
+    with Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE)) as saver:
+        save(saver, 5)
+    assert committed(safe.url) == [1, 2, 3, 4, 5]
+
+
+def test_a_due_step_that_is_not_shown_once_is_still_due(fast: Source, safe: Target) -> None:
+    saver = Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE))
+    save(saver, 1)
+    safe.is_down = True
+    fail(saver, 2)
+    safe.is_down, fast.hidden = False, ("step-00000002/COMMIT.json",)
+    save(saver, 3)
+    fast.hidden = ()
+    save(saver, 4)
+    saver.close()
+    assert committed(safe.url) == [1, 2, 3, 4]
+    assert not Path(fast.url, UNMIRRORED).exists()
+
+
+def test_a_list_that_is_not_shown_once_loses_no_line(fast: Source, safe: Target) -> None:
+    saver = Saver(fast, SaveOptions(mirror=safe))
+    save(saver, 1)
+    safe.is_down = True
+    fail(saver, 2)
+    fast.hidden = (UNMIRRORED,)
+    fail(saver, 3)
+    fast.hidden = ()
+    saver.close()
+    assert Path(fast.url, UNMIRRORED).read_text().splitlines()[1:] == ["2", "3"]
+
+
+def test_nothing_is_copied_past_a_step_that_is_not_written_down(fast: Source, safe: Target) -> None:
+    """Else the next job would take step 2 for one that the second tier was not to get."""
+    saver = Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE))
+    save(saver, 1)
+    safe.is_down, fast.unwritable = True, (UNMIRRORED,)
+    fail(saver, 2)
+    safe.is_down = False
+    save(saver, 3)
+    with pytest.raises(SaveError, match=r"unmirrored\.txt was not written for \[2\]"):
+        saver.check()
+    saver.close()
+    assert committed(safe.url) == [1]
+    fast.unwritable = ()
+    with Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE)) as saver:
+        save(saver, 4)
+    assert committed(safe.url) == [1, 2, 3, 4]
+
+
+def test_a_step_saved_again_is_copied_by_the_next_job(fast: Source, safe: Target) -> None:
+    saver = Saver(fast, SaveOptions(mirror=safe))
+    save(saver, 1)
+    save(saver, 2)
+    safe.is_down, fast.unwritable = True, (UNMIRRORED,)
+    saver.save({"w": torch.full((5,), 7.0), "frozen": torch.arange(90.0)}, step=1).wait()
+    with pytest.raises(SaveError):
+        saver.close()
+    safe.is_down, fast.unwritable = False, ()
+    with Saver(fast, SaveOptions(mirror=safe)):
+        pass
+    assert float(open_checkpoint(f"{safe.url}@1").read("w")[0]) == 7.0
 
 
 def test_a_tier_that_fails_is_not_passed_over_for_an_older_step(

@@ -4,7 +4,9 @@
 ranks are done. A job resumes from the nearest tier in which every rank finds the newest checkpoint whole.
 
 A step whose copy failed is due: it is tried again after the next step, when the saver is closed, and when the next job starts.
-Until then the fast tier keeps it: `Mirror.due` tells retention, the file `unmirrored.txt` tells `prune` and later jobs.
+Until then the fast tier keeps it: `Mirror.due` tells retention, the file `unmirrored.txt` tells `prune` and later jobs. No step
+is copied while an older one is due and not in that file: so the steps that a later job must copy are in it, or are newer than
+all that the safe tier has.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -64,8 +66,9 @@ class Mirror:
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
-        self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` could not be written
-        self._is_known, self._has_looked = False, threading.Event()
+        self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` is still to be written, or removed
+        self._gone: set[int] = set()  # due steps that the first tier does not show
+        self._is_known, self._why_unknown, self._has_looked = False, "", threading.Event()
         self._is_exclusive, self._is_joined = options.is_exclusive, False  # the second is the coordinator's
         self._claim: str | None = None  # the coordinator's
         # Of the round: the step that is new, those left to do once they are named, whether this rank has told of the first.
@@ -139,7 +142,13 @@ class Mirror:
 
     def _refusal(self, todo: list[int]) -> Failure | None:
         """Why nothing may be copied; on the coordinator, which joins the two tiers before the first copy."""
-        if not todo or self._is_joined:
+        if not todo:
+            return None
+        older = sorted(step for step in self._unwritten & self._due if step < max(todo))
+        if not self._is_known or older:
+            why = f"{UNMIRRORED} was not written for {older}" if older else self._why_unknown
+            return Failure(self._ranks.rank, f"{why}; until then a copy could make an older step be forgotten")
+        if self._is_joined:
             return None
         failure = self._in_time(self._join, todo[0])
         self._is_joined = failure is None
@@ -199,10 +208,11 @@ class Mirror:
         try:
             run_until(self._give_up_s, self._look, self._source, self._target, what="comparing the two tiers")
         except Exception as error:  # noqa: BLE001  (retention waits until it is known)
-            log.warning("what %s lacks is unknown, so %s keeps everything: %s", self._target, self._source, error)
+            self._why_unknown = f"what {self._target} lacks is unknown: {error}"
+            log.warning("%s; so %s keeps everything", self._why_unknown, self._source)
         self._has_looked.set()
         self._note_again()
-        due = sorted(self._due - {step}, reverse=True) if self._is_known else []
+        due = sorted(self._due - self._gone - {step}, reverse=True) if self._is_known else []
         return due if step is None else [step, *due]
 
     def _note_again(self) -> None:
@@ -210,15 +220,17 @@ class Mirror:
             self._note(number, is_due=number in self._due)
 
     def _look(self, source: Store, target: Store) -> None:
-        """Find what earlier jobs left, once, and forget due steps that are gone."""
+        """Find what earlier jobs left, once, and which due steps are not there, deleted or for a moment: those are not copied."""
         if not self._is_known:
-            found = left_over(source, target)
+            noted = read_unmirrored(source)
+            found = left_over(source, target, noted)
+            self._unwritten |= found ^ noted
             with self._lock:
                 self._due, self._is_known = self._due | found, True
-        for step in sorted(self._due):
-            if commit_version(source, step) is None:
-                log.warning("%s@%d was deleted before it was copied to %s", source, step, target)
-                self._note(step, is_due=False)
+        gone = {step for step in self._due if commit_version(source, step) is None}
+        for step in sorted(gone - self._gone):
+            log.warning("%s@%d is not there, so it cannot be copied to %s", source, step, target)
+        self._gone = gone
 
     def _note(self, step: int, *, is_due: bool) -> None:
         """Remember whether a step is due, in `unmirrored.txt` too."""
@@ -228,7 +240,7 @@ class Mirror:
         if was_due == is_due and step not in self._unwritten:
             return
         try:
-            action = partial(mark_unmirrored, step=step, is_due=is_due)
+            action = partial(mark_unmirrored, due=frozenset(self._due), done=set() if is_due else {step})
             run_until(self._give_up_s, action, self._source, what=f"writing {UNMIRRORED}")
             self._unwritten.discard(step)
         except Exception as error:  # noqa: BLE001  (this job knows it anyway)
@@ -279,26 +291,29 @@ class Mirror:
         copier.copy_small(read_commit(source, step), before)
 
 
-def left_over(source: Store, target: Store) -> set[int]:
-    """Committed steps of `source` that `target` lacks and was to get.
+def left_over(source: Store, target: Store, noted: frozenset[int]) -> set[int]:
+    """Steps of `source` that `target` lacks, or has of an earlier save, and was to get.
 
-    Those in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died before it copied them.
-    Into an empty target only the newest is copied, not the whole history of the run.
+    Those of `noted`, the steps in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died
+    before it copied them. Into an empty target only the newest is copied, not the whole history of the run.
     """
     there, here = _committed(target), _committed(source)
     newest = max(there, default=max(here, default=0) - 1)
-    return {step for step in here - there if step > newest or step in read_unmirrored(source)}
+    missing = {step for step, attempt in here.items() if there.get(step) != attempt}
+    unseen = noted - here.keys() - there.keys()
+    return {step for step in missing if step > newest or step in there} | (noted & missing) | unseen
 
 
-def _committed(store: Store) -> set[int]:
-    """The committed steps of a tier."""
-    return {info.step for info in list_tier(store) if info.state == CheckpointState.COMMITTED}
+def _committed(store: Store) -> dict[int, str]:
+    """The attempt of each committed step of a tier."""
+    infos = (info for info in list_tier(store) if info.state == CheckpointState.COMMITTED)
+    return {info.step: info.commit.attempt for info in infos if info.commit is not None}
 
 
-def mark_unmirrored(source: Store, *, step: int, is_due: bool) -> None:
-    """Add a step to the list of those whose copy is due, or take it off; without any, there is no such file."""
+def mark_unmirrored(source: Store, *, due: Collection[int], done: Collection[int]) -> None:
+    """Add the `due` steps to the list of those to be copied, and take off the `done` ones; without any, there is no such file."""
     known = read_unmirrored(source)
-    steps = known | {step} if is_due else known - {step}
+    steps = (known | {*due}) - {*done}
     if not steps:
         source.delete([UNMIRRORED])
     elif steps != known:
