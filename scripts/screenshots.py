@@ -20,7 +20,7 @@ from titan_ckpt.tui.screenshot import take_screens
 from tools.paths import DATA, DOCS, INCIDENTS, ROOT
 
 CLOCK_S = 1_795_250_000.0
-THEMES = {"": "textual-dark", "-light": "textual-light"}
+THEMES = {"": "titan-dark", "-light": "titan-light"}
 GALLERY_SIZES = ((40, 12), (80, 24), (120, 36), (200, 60))
 RECORDING = (("", ()), ("the grid", ("2", "n")), ("the operation", ("enter",)), ("two ranks side by side", ("d",)),
              ("the waits", ("escape", "6")), ("the logs", ("5",)))  # fmt: skip

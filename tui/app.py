@@ -16,7 +16,7 @@ from textual.screen import Screen
 from textual.widgets import ContentSwitcher, Input
 
 from titan_ckpt.location import redact
-from titan_ckpt.tui import tasks
+from titan_ckpt.tui import tasks, themes
 from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar, paint_bars
 from titan_ckpt.tui.commands import Jumps, Palette, system_commands
 from titan_ckpt.tui.data.content import Content, find_content
@@ -76,11 +76,13 @@ class TitanApp(App[None]):
         *,
         clock: Callable[[], float] = time.time,
         first_screen: int = 0,
-        theme: str = "textual-dark",
+        theme: str = themes.DARK.name,
         driver_class: type[Driver] | None = None,
     ) -> None:
         super().__init__(driver_class=driver_class)
         self._colourless, self._ascii = ColourlessFilter(self.no_color), AsciiFilter(is_ascii_terminal())
+        for own in themes.OWN:
+            self.register_theme(own)
         self.theme = theme
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.app import App
@@ -40,15 +41,20 @@ class TabBar(OneLine):
         self._current = 1
 
     def show_tabs(self, current: int, empty: Container[int] = ()) -> None:
-        """Name the screens, the current one in brackets and in colour; the numbers of those that are `empty` are not coloured."""
+        """Name the screens, the current one on a ground of its own; those that are `empty` are dim.
+
+        Its brackets are in the colour of the ground; they show where a terminal has no colours."""
         self._current = current
         text = tabs_text(current, self.app.size.width)
-        tabs, place = Text(text, no_wrap=True), text.index("[")
-        roles = looks_of(self.app.current_theme).roles
+        tabs, start, stop = Text(text, no_wrap=True), text.index("["), text.index("]") + 1
+        looks = looks_of(self.app.current_theme)
+        roles = looks.roles
         for tab in re.finditer(r"(\d)(?: \w+)?", text):
             is_empty = int(tab[1]) in empty
             tabs.stylize(roles[Role.DIM if is_empty else Role.GOOD], *tab.span(0 if is_empty else 1))
-        tabs.stylize(roles[Role.BOLD] + roles[Role.GOOD], place, text.index("]") + 1)
+        tabs.stylize(looks.tab, start, stop)
+        for place in (start, stop - 1) if looks.tab.bgcolor else ():
+            tabs.stylize(Style(color=looks.tab.bgcolor), place, place + 1)
         self.show_text(tabs)
 
     def on_click(self, event: events.Click) -> None:

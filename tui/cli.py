@@ -23,6 +23,7 @@ from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.driver import driver_after
 from titan_ckpt.tui.screenshot import write_screenshot
 from titan_ckpt.tui.terminal import UNUSABLE, ask_background, fitting_theme
+from titan_ckpt.tui.themes import DARK, SHORT, THEMES, theme_name
 
 _EPILOG = """\
 examples:
@@ -53,6 +54,11 @@ def configure(parser: Parser) -> None:
     parser.add_argument(
         "--keys", type=parse_keys, default=(), metavar="K,K",
         help="keys to press before the screenshot, for example 2,n,enter",
+    )  # fmt: skip
+    parser.add_argument(
+        "--theme", type=theme_name, choices=THEMES, metavar="NAME",
+        help=f"colours: {', '.join(SHORT)} or a theme of Textual, such as nord (default: what fits the terminal; "
+        "dark for a screenshot)",
     )  # fmt: skip
     for option in ("--force", "--size", "--keys"):
         parser.needs(option, "--screenshot")
@@ -106,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     content = find_content(arguments.path)
     if arguments.screenshot:
-        app = TitanApp(content, first_screen=arguments.screen)
+        app = TitanApp(content, first_screen=arguments.screen, theme=arguments.theme or DARK.name)
         width, height = arguments.size
         write_screenshot(
             app, arguments.screenshot, width=width, height=height, keys=arguments.keys, is_forced=arguments.force
@@ -114,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.screenshot)
         return 0
     lightness, typed = ask_background()
-    theme, driver = fitting_theme(lightness), driver_after(typed)
+    theme, driver = arguments.theme or fitting_theme(lightness), driver_after(typed)
     app = TitanApp(content, first_screen=arguments.screen, theme=theme, driver_class=driver)
     with logs_on_bottom_line(app):
         app.run()

@@ -12,6 +12,8 @@ import time
 import tty
 from pathlib import Path
 
+from titan_ckpt.tui import themes
+
 ANSWER_S = 0.25
 _ASK = b"\x1b]11;?\x1b\\\x1b[c"  # the background, then what every terminal answers: no need to wait for silence
 _COLOUR = re.compile(rb"\x1b\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})")
@@ -30,7 +32,7 @@ def fitting_theme(answer: float | None) -> str:
     is_light = answer > 0.5 if answer is not None else os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     if (has_few and not os.environ.get("COLORTERM")) or "NO_COLOR" in os.environ:
         return "ansi-light" if is_light else "ansi-dark"
-    return "textual-light" if is_light else "textual-dark"
+    return (themes.LIGHT if is_light else themes.DARK).name
 
 
 def ask_background(timeout_s: float = ANSWER_S) -> tuple[float | None, bytes]:

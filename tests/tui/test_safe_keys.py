@@ -190,6 +190,19 @@ def test_a_screenshot_that_cannot_be_written_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("name", "ground"), [("dark", "#0d1219"), ("light", "#fcfcfb"), ("nord", "#2e3440")])
+def test_a_screenshot_has_the_theme_that_was_asked_for(name: str, ground: str, tmp_path: Path) -> None:
+    picture = tmp_path / "x.svg"
+    assert main(["tui", str(INCIDENTS / "skip"), "--screenshot", str(picture), "--theme", name]) == 0
+    assert ground in picture.read_text(encoding="utf-8")
+
+
+def test_a_theme_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["tui", str(INCIDENTS / "skip"), "--theme", "nrod"])
+    assert "did you mean 'nord'" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------- the mouse
 
 

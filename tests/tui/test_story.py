@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from textual.theme import BUILTIN_THEMES
+from rich.color import Color
 
 from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
@@ -29,6 +29,7 @@ from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Loadable, Session
+from titan_ckpt.tui.themes import THEMES
 from titan_ckpt.tui.widgets import looks
 from tools.paths import DATA, INCIDENTS
 
@@ -221,18 +222,24 @@ async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyP
 
 def test_colours_can_be_read_on_their_backgrounds() -> None:
     """WCAG's contrast of 4.5, also on the cursor's line."""
-    for theme in BUILTIN_THEMES.values():
-        ground = {"textual-light": "#e0e0e0", "textual-dark": "#121212"}.get(theme.name, theme.background or "")
+    for theme in THEMES.values():
+        ground = theme.background or "#121212"
         found = looks.looks_of(theme)
         if theme.ansi or found.cursor.bgcolor is None:
             continue  # the terminal's own colours
         for role, style in found.roles.items():
-            if style.color is not None and role != "dim":
+            if style.color is not None:
                 ratios = [
                     contrast(style.color.get_truecolor().hex, on)
                     for on in (ground, found.cursor.bgcolor.get_truecolor().hex)
                 ]
                 assert min(ratios) >= 4.5, (theme.name, role, ratios)
+        assert contrast(hex_of(found.tab.color), hex_of(found.tab.bgcolor)) >= 4.5, theme.name
+
+
+def hex_of(colour: Color | None) -> str:
+    assert colour is not None
+    return colour.get_truecolor().hex
 
 
 def contrast(a: str, b: str) -> float:

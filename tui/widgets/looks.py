@@ -15,51 +15,37 @@ from textual.theme import Theme
 
 from titan_ckpt.tui.rows import Role
 
-# Vermilion, orange and sky blue of the Okabe-Ito palette, safe for colour-blind readers; darker ones on light backgrounds.
-DARK: Mapping[Role, Style] = {
+_PLAIN: Mapping[Role, Style] = {
     Role.PLAIN: Style(),
-    Role.DIM: Style(color="#8a8a8a"),
     Role.BOLD: Style(bold=True),
-    Role.HEAD: Style(bold=True, underline=True),
-    Role.BAD: Style(color="#ff7a33", bold=True),
-    Role.WARN: Style(color="#e6b800"),
-    Role.GOOD: Style(color="#56b4e9"),
-    Role.NOTE: Style(color="#d8a0c0"),
     Role.SPOT: Style(bold=True, reverse=True),
 }
-LIGHT: Mapping[Role, Style] = {
-    **DARK,
-    Role.DIM: Style(color="#5f5f5f"),
-    Role.BAD: Style(color="#a02d00", bold=True),
-    Role.WARN: Style(color="#6b5000"),
-    Role.GOOD: Style(color="#005a8c"),
-    Role.NOTE: Style(color="#7a2a5a"),
-}
 _ANSI: Mapping[Role, Style] = {
-    **DARK,
+    **_PLAIN,
     Role.DIM: Style(dim=True),
+    Role.HEAD: Style(bold=True, underline=True),
     Role.BAD: Style(color="red", bold=True),
     Role.WARN: Style(color="yellow"),
     Role.GOOD: Style(color="cyan"),
     Role.NOTE: Style(color="magenta"),
 }
-_OWN = ("textual-dark", "textual-light")
 _READABLE = 4.5  # WCAG 2.1, 1.4.3: contrast of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looks:
-    """The style of each role, and of the line under the cursor."""
+    """The style of each role, of the line under the cursor, and of the tab of the screen that is shown."""
 
     roles: Mapping[Role, Style]
     cursor: Style
+    tab: Style
 
 
 _known: dict[str, Looks] = {}
 
 
 def looks_of(theme: Theme) -> Looks:
-    """The looks of a theme: our own palette on Textual's two, else the theme's colours, made readable on its background."""
+    """The looks of a theme: its colours, made readable on its background."""
     if theme.name not in _known:
         _known[theme.name] = _looks(theme)
     return _known[theme.name]
@@ -67,27 +53,27 @@ def looks_of(theme: Theme) -> Looks:
 
 def _looks(theme: Theme) -> Looks:
     if theme.ansi:
-        return Looks(roles=_ANSI, cursor=Style(bold=True, reverse=True))
-    if theme.name in _OWN:
-        ground = Style(bold=True, bgcolor="#2c3544" if theme.dark else "#d0dcec")
-        return Looks(roles=DARK if theme.dark else LIGHT, cursor=ground)
-    ground_colour = Color.parse(theme.background or ("#121212" if theme.dark else "#ffffff"))
+        inverse = Style(bold=True, reverse=True)
+        return Looks(roles=_ANSI, cursor=inverse, tab=inverse)
+    ground = Color.parse(theme.background or ("#121212" if theme.dark else "#ffffff"))
     ink = Color.parse(theme.foreground or ("#e0e0e0" if theme.dark else "#202020"))
     edge = Color.parse("#ffffff" if theme.dark else "#000000")
-    raised = ground_colour.blend(Color.parse(theme.primary), 0.2)
+    raised = ground.blend(Color.parse(theme.primary), 0.2)
 
-    def style(colour: str | None, default: str, *, bold: bool = False) -> Style:
-        return Style(color=readable(Color.parse(colour or default), raised, edge).hex6, bold=bold or None)
+    def style(colour: str | None, *, bold: bool = False) -> Style:
+        return Style(color=readable(Color.parse(colour) if colour else ink, raised, edge).hex6, bold=bold or None)
 
     roles = {
-        **(DARK if theme.dark else LIGHT),
-        Role.DIM: Style(color=readable(ink.blend(ground_colour, 0.4), raised, edge).hex6),
-        Role.BAD: style(theme.error, "#ff7a33", bold=True),
-        Role.WARN: style(theme.warning, "#e6b800"),
-        Role.GOOD: style(theme.primary, "#56b4e9"),
-        Role.NOTE: style(theme.accent, "#d8a0c0"),
+        **_PLAIN,
+        Role.DIM: style(ink.blend(ground, 0.4).hex6),
+        Role.HEAD: style(theme.secondary, bold=True),
+        Role.BAD: style(theme.error, bold=True),
+        Role.WARN: style(theme.warning),
+        Role.GOOD: style(theme.primary),
+        Role.NOTE: style(theme.accent),
     }
-    return Looks(roles=roles, cursor=Style(bold=True, bgcolor=raised.hex6))
+    tab = Style(bold=True, color=ground.hex6, bgcolor=style(theme.primary).color)
+    return Looks(roles=roles, cursor=Style(bold=True, bgcolor=raised.hex6), tab=tab)
 
 
 def readable(colour: Color, ground: Color, edge: Color) -> Color:

@@ -1,0 +1,48 @@
+"""The two themes of the screens, and the names by which one is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from textual.theme import BUILTIN_THEMES, Theme
+
+# Vermilion, yellow, sky blue, reddish purple and bluish green: hues of the Okabe-Ito palette, safe for colour-blind readers.
+DARK = Theme(
+    name="titan-dark",
+    primary="#5ab8f0",
+    secondary="#6fd3bd",
+    warning="#f2c230",
+    error="#ff7a45",
+    success="#6fd3bd",
+    accent="#e0a3d2",
+    foreground="#d8e0ea",
+    background="#0d1219",
+    surface="#141b25",
+    panel="#1a2330",
+)
+LIGHT = Theme(
+    name="titan-light",
+    primary="#00588c",
+    secondary="#0b6355",
+    warning="#6e5000",
+    error="#a83200",
+    success="#0b6355",
+    accent="#82306a",
+    foreground="#1b2430",
+    background="#fcfcfb",
+    surface="#f3f5f7",
+    panel="#e4eaf0",
+    dark=False,
+)
+OWN = (DARK, LIGHT)
+THEMES: Mapping[str, Theme] = {**{theme.name: theme for theme in OWN}, **BUILTIN_THEMES}
+SHORT: Mapping[str, str] = {"dark": DARK.name, "light": LIGHT.name}
+
+
+def theme_name(text: str) -> str:
+    """The full name of a theme; `dark` and `light` are the screens' own.
+
+    >>> theme_name("light"), theme_name("nord")
+    ('titan-light', 'nord')
+    """
+    return SHORT.get(text, text)
