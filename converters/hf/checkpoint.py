@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,8 @@ from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.converters.hf.assets import README
 from titan_ckpt.converters.hf.digests import of_hub_blobs, of_small_files, of_weight_files, read_digests
-from titan_ckpt.converters.hf.folder import INDEX, HfModel, open_hf
+from titan_ckpt.converters.hf.folder import INDEX, HfModel, differing_copies, open_hf
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor
-from titan_ckpt.converters.hf.stream import tensor_digests
 from titan_ckpt.converters.models.contract import (
     check_dtypes,
     check_floats,
@@ -27,7 +27,7 @@ from titan_ckpt.converters.models.contract import (
     main_dtype,
     warn_of_other_dtypes,
 )
-from titan_ckpt.converters.models.families import EMBEDDING, HEAD
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD, copies
 from titan_ckpt.converters.models.spec import spec_to_config
 from titan_ckpt.converters.models.tensor_names import LAYOUTS, TITAN, Named, name_in
 from titan_ckpt.converters.quantised.store import DequantisedStore
@@ -40,7 +40,7 @@ from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.repeating_columns import Int64s
 from titan_ckpt.store.base import Store
 
-USER_KEY = "hugging_face"
+USER_KEY, STORED_COPIES = "hugging_face", "stored_copies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +89,9 @@ def open_hf_checkpoint(url: StrPath, *, store: Store | None = None) -> HfCheckpo
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     check_floats(dtypes, where=str(model.store))
     warn_of_other_dtypes(dtypes.values(), model.declared_dtype, where=str(model.store))
-    has_stored_head = spec.tied_embeddings and HEAD in stored
-    if has_stored_head:
-        check_tied_head(model)
-        stored.pop(HEAD)
+    check_tied_head(model)
     chunks = sorted(
-        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items()),
+        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items() if name not in copies(spec)),
         key=lambda item: (item[0].ours, item[0].stacked.box.offsets if item[0].stacked else ()),
     )
     check_dtypes(((named.ours, tensor.dtype) for named, tensor in chunks), where=str(model.store))
@@ -115,21 +112,27 @@ def open_hf_checkpoint(url: StrPath, *, store: Store | None = None) -> HfCheckpo
         ),
         config={"model": spec_to_config(spec)},
         assets={name: digest(data).hex() for name, data in model.assets.items()},
-        user={
-            USER_KEY: {
-                "stored_tied_head": has_stored_head,
-                "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in model.tensors.values()),
-                "metadata": dict(model.metadata),
-            }
-        },
+        user={USER_KEY: import_record(model)},
     )
     return HfCheckpoint(store=model.store, url=model.store.url, step=0, folder="", manifest=manifest, model=model)
 
 
+def import_record(model: HfModel) -> dict[str, Any]:
+    """What the manifest keeps of the files, so that an export writes the same ones."""
+    spec, tensors = model.spec, model.tensors
+    record: dict[str, Any] = {
+        "stored_tied_head": spec.tied_embeddings and HEAD in tensors,
+        "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in tensors.values()),
+        "metadata": dict(model.metadata),
+    }
+    if spec.ahead is not None:
+        record[STORED_COPIES] = [name for name in copies(spec) if name != HEAD and name in tensors]
+    return record
+
+
 def check_tied_head(model: HfModel) -> None:
     """LoadContractError if a stored tied head differs from the embedding; one of them would be lost silently."""
-    digests = tensor_digests(model.source, model.store, [EMBEDDING, HEAD])
-    if digests[EMBEDDING] != digests[HEAD]:
+    if differing_copies(model, is_of_model=True):
         raise LoadContractError(
             f"{model.store}: config.json ties the head to the embedding, but {HEAD} and {EMBEDDING} differ; "
             "set tie_word_embeddings to false to keep both"

@@ -10,8 +10,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from titan_ckpt.converters.models.families import FAMILIES, HfFamily, check_spec
-from titan_ckpt.converters.models.hf_mixtures import expert_keys, latent_keys, read_experts, read_latent, refuse
+from titan_ckpt.converters.models.families import FAMILIES, PREDICTING, HfFamily, check_spec
+from titan_ckpt.converters.models.hf_mixtures import (
+    PREDICTION_KEY,
+    expert_keys,
+    latent_keys,
+    read_ahead,
+    read_experts,
+    read_latent,
+    refuse,
+)
 from titan_ckpt.converters.models.spec import ModelSpec, SpecRopeScaling
 from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import PlanError
@@ -133,6 +141,7 @@ def spec_from_hf(config: Mapping[str, Any], where: str) -> ModelSpec:
         sinks=family.name == "gpt_oss",
         latent=read_latent(config, values, where) if is_latent else None,
         experts=read_experts(config, values, family, where) if family.router else None,
+        ahead=read_ahead(config, where) if family.name in PREDICTING else None,
     )
     try:
         check_spec(spec)
@@ -308,6 +317,8 @@ def hf_config(spec: ModelSpec, *, base: Mapping[str, Any] | None, dtype: str | N
         config |= expert_keys(spec, family)
     if before.latent != spec.latent:
         config |= latent_keys(spec)
+    if before.ahead != spec.ahead:
+        config[PREDICTION_KEY] = spec.ahead.depth if spec.ahead else 0
     if dtype is None:
         return config
     config.pop("dtype" if "torch_dtype" in config else "torch_dtype", None)
@@ -318,6 +329,8 @@ def _new_config(spec: ModelSpec, family: HfFamily, dtype: str | None) -> Config:
     config = {key: getattr(spec, field) for field, key in _plain_keys(spec).items()}
     config |= {"hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, "torch_dtype": dtype}
     config |= _family_keys(spec, family) | _rope_keys(spec, family) | _window_keys(spec)
+    if spec.ahead is not None:
+        config[PREDICTION_KEY] = spec.ahead.depth
     return config | expert_keys(spec, family) | latent_keys(spec)
 
 

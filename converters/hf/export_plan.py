@@ -21,13 +21,13 @@ from titan_ckpt.converters.hf.assets import (
     source_name,
     why_left_out,
 )
-from titan_ckpt.converters.hf.checkpoint import USER_KEY, HfCheckpoint
+from titan_ckpt.converters.hf.checkpoint import STORED_COPIES, USER_KEY, HfCheckpoint
 from titan_ckpt.converters.hf.config import Config, encode_config, hf_config, parse_config, spec_from_hf
 from titan_ckpt.converters.hf.digests import DIGESTS
 from titan_ckpt.converters.hf.folder import INDEX, SINGLE, SUFFIX, encode_index
 from titan_ckpt.converters.hf.safetensors_header import encode_header
 from titan_ckpt.converters.models.contract import check_floats, check_tensors, main_dtype
-from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.models.families import HEAD, copies, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec, spec_of
 from titan_ckpt.converters.models.tensor_names import (
     Layout,
@@ -124,8 +124,8 @@ def plan_export(
     spec = _spec(checkpoint, base, is_given=config is not None)
     layout = find_layout(manifest.by_fqn, str(checkpoint))
     found = _find_tensors(checkpoint, layout, spec)
-    names = list(expected_tensors(spec)) + ([HEAD] if spec.tied_embeddings and _had_head(checkpoint) else [])
-    tensors = tuple(_export_tensor(name, found, manifest, dtype) for name in names)
+    names = [*expected_tensors(spec), *_stored_copies(checkpoint, spec)]
+    tensors = tuple(_export_tensor(found[copies(spec).get(name, name)], name, manifest, dtype) for name in names)
     if adapter is not None:
         adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
     shards, overflows = _shards(tensors, max_shard_bytes), Overflows()
@@ -133,7 +133,7 @@ def plan_export(
     is_as_imported = dtype is None and config is None and manifest.user.get(USER_KEY, {}).get("dtype") == dtype_now
     size_bytes = sum(tensor.size_bytes for tensor in tensors)
     parameters = sum(prod(tensor.shape) for tensor in tensors)
-    new_config = hf_config(spec, base=base, dtype=None if is_as_imported else dtype_now)
+    new_config = hf_config(_stated(spec, base, manifest), base=base, dtype=None if is_as_imported else dtype_now)
     last = {CONFIG: encode_config(new_config)}
     if len(shards) > 1:
         weight_map = {t.named.hf: file for file, shard in shards.items() for t in shard}
@@ -147,16 +147,26 @@ def plan_export(
         last=last,
         tied_head=found[HEAD].ours if spec.tied_embeddings and HEAD in found else None,
         adapter=adapter,
-        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn) or is_ahead(fqn)),
+        left_out=sorted(fqn for fqn in manifest.by_fqn if is_computed(fqn) or (spec.ahead is None and is_ahead(fqn))),
         not_carried=dict(carried.left_out) | {f"{CONFIG}: {key}": why for key, why in removed.items()},
         overflows=overflows,
     )
 
 
 def _spec(checkpoint: Checkpoint, base: Config | None, *, is_given: bool) -> ModelSpec:
+    """The model's spec, without modules that predict further tokens if the checkpoint lacks them."""
     if base is not None and (is_given or "model" not in checkpoint.manifest.config):
-        return spec_from_hf(base, "--config" if is_given else f"{checkpoint} {CONFIG}")
-    return spec_of(checkpoint.manifest.config, str(checkpoint))
+        spec = spec_from_hf(base, "--config" if is_given else f"{checkpoint} {CONFIG}")
+    else:
+        spec = spec_of(checkpoint.manifest.config, str(checkpoint))
+    return spec if any(map(is_ahead, checkpoint.manifest.by_fqn)) else replace(spec, ahead=None)
+
+
+def _stated(spec: ModelSpec, base: Config | None, manifest: Manifest) -> ModelSpec:
+    """`spec` with the modules that an imported config.json names though its files lack them: it stays as it was."""
+    if base is None or spec.ahead is not None or USER_KEY not in manifest.user:
+        return spec
+    return replace(spec, ahead=spec_from_hf(base, CONFIG).ahead)
 
 
 def _base_config(
@@ -170,9 +180,13 @@ def _base_config(
     return parse_config(carried.files[CONFIG], f"{checkpoint} {CONFIG}"), {}
 
 
-def _had_head(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint was imported from files that stored a tied head beside the embedding."""
-    return bool(checkpoint.manifest.user.get(USER_KEY, {}).get("stored_tied_head", False))
+def _stored_copies(checkpoint: Checkpoint, spec: ModelSpec) -> list[str]:
+    """Copies to write: those of the files that were imported; else those of modules that predict, which readers want."""
+    imported = checkpoint.manifest.user.get(USER_KEY, {})
+    with_head = imported.get("stored_tied_head", False)
+    return [
+        name for name in copies(spec) if (with_head if name == HEAD else name in imported.get(STORED_COPIES, (name,)))
+    ]
 
 
 def _find_tensors(checkpoint: Checkpoint, layout: Layout, spec: ModelSpec) -> dict[str, Named]:
@@ -200,8 +214,8 @@ def _shape(named: Named, entry: TensorEntry, where: str) -> Shape:
     return named.stacked.shape
 
 
-def _export_tensor(name: str, found: Mapping[str, Named], manifest: Manifest, dtype: str | None) -> ExportTensor:
-    named = found[name] if name in found else Named(name, found[EMBEDDING].ours, RowOrder.KEPT)
+def _export_tensor(stored: Named, name: str, manifest: Manifest, dtype: str | None) -> ExportTensor:
+    named = stored if stored.hf == name else Named(name, stored.ours, RowOrder.KEPT)
     entry = manifest.by_fqn[named.ours]
     return ExportTensor(named=named, entry=entry, dtype=target_dtype(name, entry.dtype, dtype))
 

@@ -26,7 +26,9 @@ from titan_ckpt.converters.hf.config import (
 )
 from titan_ckpt.converters.hf.digests import DIGESTS, ModelDigests, read_digests
 from titan_ckpt.converters.hf.safetensors_header import StoredTensor, read_header
-from titan_ckpt.converters.models.hf_mixtures import is_of_prediction_layer
+from titan_ckpt.converters.hf.stream import tensor_digests
+from titan_ckpt.converters.models.families import HEAD, copies
+from titan_ckpt.converters.models.hf_mixtures import PREDICTION_KEY, is_of_prediction_layer
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.converters.models.tensor_names import is_computed
 from titan_ckpt.converters.quantised.formats import ROUND
@@ -52,7 +54,8 @@ _TORCH_FILES = re.compile(r"pytorch_model.*\.bin|.*\.pth?|consolidated.*\.pth")
 class HfModel:
     """An opened model. `files[n]` holds the tensors whose `file_of` is n; `assets` are the small files carried with it.
 
-    `left_out`: files and settings that are not carried, with the reason.
+    `left_out`: files and settings that are not carried, with the reason. `shares_ends`: the modules that predict further tokens
+    have the model's embedding and head, or none.
     """
 
     store: Store
@@ -64,11 +67,14 @@ class HfModel:
     assets: Mapping[str, bytes]
     metadata: Mapping[str, str]
     left_out: Mapping[str, str]
+    shares_ends: bool = True
 
     @property
     def spec(self) -> ModelSpec:
-        """The spec in config.json."""
-        return spec_from_hf(self.config, self.store.where(CONFIG))
+        """The spec in config.json, without modules that it names and the files lack, as those that transformers saves do."""
+        spec = spec_from_hf(self.config, self.store.where(CONFIG))
+        has_ahead = self.shares_ends and any(is_of_prediction_layer(name, self.config) for name in self.tensors)
+        return spec if has_ahead else replace(spec, ahead=None)
 
     @property
     def declared_dtype(self) -> str | None:
@@ -78,15 +84,18 @@ class HfModel:
     @property
     def weights(self) -> dict[str, StoredTensor]:
         """The tensors that make up the model."""
-        return {name: tensor for name, tensor in self.tensors.items() if not self._is_left_out(name)}
+        left_out = set(self.left_out_tensors)
+        return {name: tensor for name, tensor in self.tensors.items() if name not in left_out}
 
     @property
     def left_out_tensors(self) -> list[str]:
-        """Tensors that are not read: buffers that readers compute, and layers that predict further tokens, as in transformers."""
-        return sorted(name for name in self.tensors if self._is_left_out(name))
-
-    def _is_left_out(self, name: str) -> bool:
-        return is_computed(name) or is_of_prediction_layer(name, self.config)
+        """Tensors that are not read: buffers that readers compute, and modules that predict further tokens but are not ours."""
+        is_whole = self.spec.ahead is not None
+        return sorted(
+            name
+            for name in self.tensors
+            if is_computed(name) or (not is_whole and is_of_prediction_layer(name, self.config))
+        )
 
     @property
     def source(self) -> RewriteSource:
@@ -110,7 +119,10 @@ class HfModel:
 
 
 def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
-    """Open the model at `url`: a folder or prefix with config.json, or a hub cache's `models--...` folder. Reads headers only.
+    """Open the model at `url`: a folder or prefix with config.json, or a hub cache's `models--...` folder.
+
+    Reads headers only, and the copies of the embedding and the head in modules that predict further tokens: with others of
+    their own these modules are left out, and a warning says so.
 
     NotFoundError if files are missing, DamagedError if headers, index and sizes disagree, PlanError for weights that are not
     safetensors.
@@ -144,7 +156,7 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
         assets[CONFIG] = encode_config(config)
         dropped[f"{CONFIG}: {SETTINGS}"] = f"weights of {packing.name} are read as plain numbers"
     others = {name: why_left_out(name) for name in sorted(found) if _is_left_out(name, weights.files)}
-    return HfModel(
+    model = HfModel(
         store=store,
         url=url_text(url),
         files=weights.files,
@@ -155,6 +167,32 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
         metadata=weights.metadata,
         left_out=others | dropped,
     )
+    return replace(model, shares_ends=_shares_ends(model))
+
+
+def _shares_ends(model: HfModel) -> bool:
+    """Whether modules that predict further tokens, if there are any, have the model's embedding and head. Warns if not."""
+    own = differing_copies(model, is_of_model=False) if model.config.get(PREDICTION_KEY) else []
+    for name, original in own[:1]:
+        log.warning(
+            "%s: %s differs from %s, which modules that predict further tokens share here: they are left out",
+            model.store, name, original,
+        )  # fmt: skip
+    return not own
+
+
+def differing_copies(model: HfModel, *, is_of_model: bool) -> list[tuple[str, str]]:
+    """Tensors whose bytes differ from the one that they are a copy of, each with that one.
+
+    `is_of_model`: the tied head, which is a part of the model itself; else those of modules that predict further tokens.
+    """
+    pairs = {
+        name: original
+        for name, original in copies(model.spec).items()
+        if name in model.tensors and original in model.tensors and (name == HEAD) == is_of_model
+    }
+    digests = tensor_digests(model.source, model.store, {*pairs, *pairs.values()})
+    return [(name, original) for name, original in pairs.items() if digests[name] != digests[original]]
 
 
 def _read_assets(store: Store, found: Mapping[str, int]) -> dict[str, bytes]:

@@ -9,13 +9,12 @@ from math import prod
 import numpy as np
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind
-from titan_ckpt.converters.hf.checkpoint import USER_KEY
+from titan_ckpt.converters.hf.checkpoint import USER_KEY, import_record
 from titan_ckpt.converters.hf.folder import HfModel
 from titan_ckpt.converters.models.contract import (
     check_dtypes,
     check_floats,
     check_tensors,
-    main_dtype,
     warn_of_other_dtypes,
 )
 from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
@@ -95,7 +94,6 @@ class ImportPlan:
     attempt: str
     chunks: tuple[PlacedChunk, ...]
     files: tuple[TargetFile, ...]
-    has_stored_tied_head: bool
     overflows: Overflows
 
     @property
@@ -131,7 +129,6 @@ def plan_import(model: HfModel, *, dtype: str | None, step: int, attempt: str, l
         attempt=attempt,
         chunks=chunks,
         files=files,
-        has_stored_tied_head=spec.tied_embeddings and HEAD in found,
         overflows=overflows,
     )
 
@@ -232,13 +229,7 @@ def import_manifest(
         ),
         config={"model": spec_to_config(plan.spec)},
         assets={name: digest(data).hex() for name, data in plan.model.assets.items()},
-        user={
-            USER_KEY: {
-                "stored_tied_head": plan.has_stored_tied_head,
-                "dtype": main_dtype((tensor.dtype, tensor.length) for tensor in plan.model.tensors.values()),
-                "metadata": dict(plan.model.metadata),
-            }
-        },
+        user={USER_KEY: import_record(plan.model)},
     )
 
 

@@ -120,8 +120,7 @@ def check_import(plan: ImportPlan, url: str) -> None:
         raise AlreadyExistsError(f"{store}@{plan.step} is committed already; give another run, or a step as URL@STEP")
     _check_space(store, plan)
     check_headers(plan.model.store)
-    if plan.has_stored_tied_head:
-        check_tied_head(plan.model)
+    check_tied_head(plan.model)
 
 
 def _check_space(store: Store, plan: ImportPlan) -> None:

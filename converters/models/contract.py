@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
-from titan_ckpt.converters.models.families import EMBEDDING, HEAD, expected_tensors
+from titan_ckpt.converters.models.families import EMBEDDING, HEAD, copies, expected_tensors
 from titan_ckpt.converters.models.spec import ModelSpec
 from titan_ckpt.converters.models.transforms import FLOATS
 from titan_ckpt.errors import LoadContractError
@@ -34,11 +34,12 @@ _QUANTISED = (
 def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) -> None:
     """LoadContractError that lists missing, extra and misshaped tensors (Hugging Face's names).
 
-    A head beside a tied embedding is allowed; the caller compares their bytes.
+    `copies` are allowed, such as a head beside a tied embedding; the caller compares their bytes.
     """
-    expected = expected_tensors(spec)
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and not (name == HEAD and spec.tied_embeddings)]
+    required, allowed = expected_tensors(spec), copies(spec)
+    expected = required | {name: required[original] for name, original in allowed.items()}
+    missing = [name for name in required if name not in found]
+    extra = [name for name in found if name not in expected]
     problems = [f"missing {_some(missing)}"] if missing else []
     problems += [f"not part of a {spec.family} model of this config: {_some(extra)}"] if extra else []
     if method := next((method for name in extra for ends, method in _QUANTISED if name.endswith(ends)), None):
@@ -46,8 +47,6 @@ def check_tensors(found: Mapping[str, Shape], spec: ModelSpec, *, where: str) ->
     wrong = [name for name in expected if name in found and tuple(found[name]) != expected[name]]
     problems += [_shape_problem(name, tuple(found[name]), expected[name]) for name in wrong[:3]]
     problems += [f"and {len(wrong) - 3} more of another shape"] if len(wrong) > 3 else []
-    if HEAD in found and spec.tied_embeddings and tuple(found[HEAD]) != expected[EMBEDDING]:
-        problems.append(_shape_problem(HEAD, tuple(found[HEAD]), expected[EMBEDDING]))
     if problems:
         raise LoadContractError(f"{where}: weights and config contradict each other: {'; '.join(problems)}")
 

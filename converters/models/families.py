@@ -1,10 +1,10 @@
 """Model families of Hugging Face as tables: their tensors, shapes and config.json keys.
 
-A family is a table. A tensor's shape is in the letters of `ModelSpec.sizes`: V vocabulary, D model width, F feed-forward width,
-Q all query heads, K all key (or value) heads, H one head, N number of heads; E all experts, M one expert's width, W twice that,
-S all shared experts' width; of latent attention A the queries' latent, C that of keys and values, P with the part that turns,
-X keys without that part and values, Y values. Our checkpoints use Hugging Face's own names, so a new dense family is one more
-table here.
+A family is a table. A tensor's shape is in the letters of `ModelSpec.sizes`: V vocabulary, D model width, T twice that,
+F feed-forward width, Q all query heads, K all key (or value) heads, H one head, N number of heads; E all experts, M one expert's
+width, W twice that, S all shared experts' width; of latent attention A the queries' latent, C that of keys and values, P with the
+part that turns, X keys without that part and values, Y values. Our checkpoints use Hugging Face's own names, so a new dense
+family is one more table here.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from titan_ckpt.sharding.placement import Shape
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+PREDICTING = ("deepseek_v3",)  # families with modules that predict further tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +279,13 @@ _ATTENTION: tuple[tuple[str, str, str], ...] = (
     ("self_attn.o_proj.bias", "D", "o_bias"),
     ("self_attn.sinks", "N", "sinks"),
 )
+# Those of a module that predicts further tokens, beside a layer's.
+_PREDICTION = (
+    ("enorm.weight", "D"),
+    ("hnorm.weight", "D"),
+    ("eh_proj.weight", "DT"),
+    ("shared_head.norm.weight", "D"),
+)
 _DENSE = (("mlp.gate_proj.weight", "FD"), ("mlp.up_proj.weight", "FD"), ("mlp.down_proj.weight", "DF"))
 
 
@@ -298,6 +306,8 @@ def check_spec(spec: ModelSpec) -> HfFamily:
         )
     if bool(spec.experts) != bool(family.router):
         raise PlanError(f"a {family.name} model {'must have' if family.router else 'cannot have'} experts")
+    if spec.ahead is not None and family.name not in PREDICTING:
+        raise PlanError(f"a {family.name} model predicts no more than the next token (model.ahead)")
     if spec.latent is None and spec.head_dim % 2:
         raise PlanError(f"head_dim = {spec.head_dim} is odd, and rotary positions turn pairs")
     if spec.n_heads % spec.n_kv_heads:
@@ -316,7 +326,27 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     for layer in range(spec.n_layers):
         tensors |= {f"model.layers.{layer}.{name}": shape(letters) for name, letters in _layer(spec, layer)}
     tensors["model.norm.weight"] = shape("D")
+    for layer in prediction_layers(spec):
+        rows = (*_PREDICTION, *_layer(spec, layer))
+        tensors |= {f"model.layers.{layer}.{name}": shape(letters) for name, letters in rows}
     return tensors if spec.tied_embeddings else tensors | {HEAD: shape("VD")}
+
+
+def prediction_layers(spec: ModelSpec) -> range:
+    """The numbers under which Hugging Face's files have the modules that predict further tokens."""
+    return range(spec.n_layers, spec.n_layers + (spec.ahead.depth if spec.ahead else 0))
+
+
+def copies(spec: ModelSpec) -> dict[str, str]:
+    """Tensors that files may have beside the one that they equal: a tied head, and the ends of each module that predicts."""
+    head = EMBEDDING if spec.tied_embeddings else HEAD
+    found = {HEAD: EMBEDDING} if spec.tied_embeddings else {}
+    for layer in prediction_layers(spec):
+        found |= {
+            f"model.layers.{layer}.embed_tokens.weight": EMBEDDING,
+            f"model.layers.{layer}.shared_head.head.weight": head,
+        }
+    return found
 
 
 def _layer(spec: ModelSpec, layer: int) -> list[tuple[str, str]]:

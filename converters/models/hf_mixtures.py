@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from titan_ckpt.converters.models.families import HfFamily
-from titan_ckpt.converters.models.spec import Experts, Latent, ModelSpec
+from titan_ckpt.converters.models.spec import Ahead, Experts, Latent, ModelSpec
 from titan_ckpt.errors import PlanError
 from titan_ckpt.parsing.json_values import show
 
@@ -17,6 +17,8 @@ _LATENT_KEYS = {
     "kv_rank": "kv_lora_rank", "q_rank": "q_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }  # fmt: skip
+PREDICTION_KEY = "num_nextn_predict_layers"
+MAX_PREDICTION_LAYERS = 16
 _GROUPED = "group_limited_greedy"  # DeepSeek-V2's method that chooses groups first
 
 
@@ -135,10 +137,20 @@ def latent_keys(spec: ModelSpec) -> dict[str, Any]:
     return keys | ({"rope_interleave": True} if spec.family == "deepseek_v3" else {})
 
 
+def read_ahead(config: Mapping[str, Any], where: str) -> Ahead | None:
+    """The modules that predict further tokens, by config.json; the files may lack them, as those that transformers saves do."""
+    depth = config.get(PREDICTION_KEY)
+    if depth in (None, 0):
+        return None
+    if type(depth) is not int or not 0 < depth <= MAX_PREDICTION_LAYERS:
+        refuse(where, PREDICTION_KEY, depth, f"expected a whole number up to {MAX_PREDICTION_LAYERS}")
+    return Ahead(depth=depth)
+
+
 def is_of_prediction_layer(name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor belongs to a layer after the last, which predicts further tokens (multi-token prediction)."""
     layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
-    more = config.get("num_nextn_predict_layers")
+    more = config.get(PREDICTION_KEY)
     if layer is None or type(more) is not int:
         return False
     first: int = config["num_hidden_layers"]

@@ -62,6 +62,13 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Modules after the last layer that predict the tokens after the next one: `depth` of them, as in DeepSeek-V3."""
+
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """One decoder. `rope_scaling` is None for plain rotary positions, `experts` for a dense feed-forward."""
 
@@ -86,6 +93,7 @@ class ModelSpec:
     sinks: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
+    ahead: Ahead | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -99,6 +107,7 @@ class ModelSpec:
             "K": self.n_kv_heads * self.head_dim,
             "H": self.head_dim,
             "N": heads,
+            "T": 2 * self.dim,
         }
         if latent is not None:
             sizes |= {
@@ -123,7 +132,7 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         values = _known(ModelSpec, section)
         scaling = values.get("rope_scaling")
         values["rope_scaling"] = None if scaling is None else SpecRopeScaling(**_known(SpecRopeScaling, scaling))
-        for name, kind in (("experts", Experts), ("latent", Latent)):
+        for name, kind in (("experts", Experts), ("latent", Latent), ("ahead", Ahead)):
             record = values.get(name)
             values[name] = None if record is None else kind(**_known(kind, record))
         values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
@@ -132,13 +141,15 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
 
 
-def _known(kind: type[ModelSpec | SpecRopeScaling | Experts | Latent], section: Mapping[str, Any]) -> dict[str, Any]:
+def _known(
+    kind: type[ModelSpec | SpecRopeScaling | Experts | Latent | Ahead], section: Mapping[str, Any]
+) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in section.items() if name in names}
 
 
 # Keys that a model without them leaves out, as configs did before there were such models.
-_LEFT_OUT = {"experts": None, "latent": None, "sinks": False, "full_attention_every": 0}
+_LEFT_OUT = {"experts": None, "latent": None, "ahead": None, "sinks": False, "full_attention_every": 0}
 
 
 def spec_to_config(spec: ModelSpec) -> dict[str, Any]:

@@ -150,17 +150,25 @@ def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
     prefix, layer, rest = re.fullmatch(r"(?:(model\.layers\.)(\d+)\.)?(.*)", hf_name).groups()  # type: ignore[union-attr]
     if prefix is None:
         return Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
-    block = f"{MODEL_PREFIX}{prefix}{layer}.mlp."
+    ahead = int(layer) - spec.n_layers
+    if ahead >= 0 and rest in _PREDICTION_NAMES:
+        return Named(hf_name, f"{_AHEAD}depths.{ahead}.{_PREDICTION_NAMES[rest]}", RowOrder.KEPT)
+    module = f"{MODEL_PREFIX}{prefix}{layer}." if ahead < 0 else f"{_AHEAD}depths.{ahead}.layer."
+    block = module + "mlp."
     if rest == family.router and not rest.startswith("mlp."):
         return Named(hf_name, block + "gate.weight", RowOrder.KEPT)
     expert = re.search(r"\.experts\.(\d+)\.", rest)
     if expert is None:
-        return Named(hf_name, MODEL_PREFIX + hf_name, RowOrder.KEPT)
+        return Named(hf_name, module + rest, RowOrder.KEPT)
     number = expert.group(1)
     role = family.experts.index(rest.replace(f".{number}.", ".{}.", 1))
     return Named(hf_name, block + _EXPERT_NAMES[role], RowOrder.KEPT, _place(spec.experts, spec.dim, int(number), role))
 
 
+# Hugging Face's names in a module that predicts further tokens, and ours.
+_PREDICTION_NAMES = {name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")} | {
+    "shared_head.norm.weight": "norm.weight"
+}
 _EXPERT_NAMES = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
 
 

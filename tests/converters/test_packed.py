@@ -252,17 +252,6 @@ def test_other_ways_to_pack_are_refused_by_key(tmp_path: Path, settings: dict[st
         import_hf(str(write_model(tmp_path / "in", of, tensors(plain))), str(tmp_path / "run"))
 
 
-def test_prediction_layers_are_left_out_and_named(tmp_path: Path) -> None:
-    of = config("deepseek_v3", num_nextn_predict_layers=1)
-    content = tensors(of) | {"model.layers.2.eh_proj.weight": torch.zeros(32, 64)}
-    model = open_hf(write_model(tmp_path / "in", of, content))
-    assert model.left_out_tensors == ["model.layers.2.eh_proj.weight"]
-    import_hf(model, str(tmp_path / "run"))
-    assert len(open_checkpoint(str(tmp_path / "run")).manifest.tensors) > 0
-    with pytest.raises(LoadContractError, match=r"not part of a deepseek_v3 model.*layers\.2\.eh_proj"):
-        import_hf(str(write_model(tmp_path / "odd", config("deepseek_v3"), content)), str(tmp_path / "other"))
-
-
 def test_a_correction_bias_keeps_its_dtype_in_a_cast(tmp_path: Path) -> None:
     of = config("deepseek_v3")
     import_hf(str(write_model(tmp_path / "in", of, tensors(of))), str(tmp_path / "run"), dtype="bfloat16")

@@ -15,6 +15,7 @@ from titan_ckpt.trainer.config.toml_records import Origins, Tree, toml_value
 
 FROM = "from"
 FREE = ("max_seq_len",)  # may differ from the model's: positions are computed for the sequence at hand
+AHEAD = "ahead"  # may get a weight, or be left out with depth = 0
 TOKENIZER = "tokenizer.json"
 
 
@@ -37,6 +38,7 @@ def fill_from(tree: Tree, origins: Origins) -> None:
     found = checkpoint.manifest.config.get("model")
     if not isinstance(found, Mapping):
         raise ConfigError(f"{origin}: model.from = {shown}: {checkpoint} records no shape; write the keys of [model]")
+    found = _with_ahead(model, found)
     differing = [
         f"{key} = {toml_value(ours)} is {toml_value(theirs)} there" for key, ours, theirs in conflicts(model, found)
     ]
@@ -49,6 +51,18 @@ def fill_from(tree: Tree, origins: Origins) -> None:
     _default(tree, "resume", FROM, url, origins, shown)
     if parse_location(url).step is None and open_store(url).exists(TOKENIZER):
         _default(tree, "data", "tokenizer", url, origins, shown)
+
+
+def _with_ahead(model: Tree, found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`found` with the weight of `[model.ahead]` that `model` gives; without the modules if its depth is 0."""
+    ours, theirs = model.get(AHEAD), found.get(AHEAD)
+    if not isinstance(ours, dict) or not isinstance(theirs, Mapping):
+        return found
+    if ours.get("depth") == 0:
+        del model[AHEAD]
+        return {key: value for key, value in found.items() if key != AHEAD}
+    model[AHEAD] = {**theirs, **ours}
+    return {**found, AHEAD: {**theirs, "weight": model[AHEAD].get("weight")}}
 
 
 def _default(tree: Tree, table: str, key: str, value: str, origins: Origins, shown: str) -> None:

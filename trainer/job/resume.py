@@ -33,6 +33,7 @@ from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+AHEAD = "model.model.ahead."  # modules of the decoder
 HOOKS = "hooks"  # the part of a checkpoint that hooks keep
 NO_HOOKS: Mapping[str, Any] = MappingProxyType({})
 _EXPERTS = as_dict(ExpertsConfig(number=1, per_token=1, ffn_dim=1))
@@ -209,7 +210,7 @@ def restore(
     checkpoint = start.checkpoint
     if checkpoint is None:
         return TrainingProgress()
-    check_model(checkpoint, parallelized.spec.config)
+    check_model(checkpoint, parallelized.spec.config, is_whole=not start.model_only)
     state = live_state(parallelized, None if start.model_only else optimizer)
     if start.model_only:
         check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
@@ -265,11 +266,16 @@ def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
 
 
 def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], control: ControlGroup) -> None:
-    """Refuse a checkpoint with tensors in `parts` that no rank has loaded. A single rank loads only its own stages."""
+    """Refuse a checkpoint with tensors in `parts` that no rank has loaded. A single rank loads only its own stages.
+
+    All modules of `[model.ahead]` may be left out; `check_model` has said so."""
     loaded = set(report.loaded)
     names = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
     taken = control.all_reduce_max([float(fqn in loaded) for fqn in names])
     left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
+    ahead = {name for name in names if name.startswith(AHEAD)}
+    if ahead <= {*left}:
+        left = [name for name in left if name not in ahead]
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
         raise LoadContractError(f"{checkpoint} has tensors that this model lacks: {', '.join(left[:5])}{more}")
@@ -288,13 +294,18 @@ def kept_assets(start: Start, tokenizer: bytes | None) -> dict[str, bytes]:
     return assets if tokenizer is None else assets | {TOKENIZER: tokenizer}
 
 
-def check_model(checkpoint: Checkpoint, model: Any) -> None:
-    """Refuse a checkpoint of another `[model]`, a dataclass; shapes alone would miss a different rope_theta or norm_eps."""
+def check_model(checkpoint: Checkpoint, model: Any, *, is_whole: bool = False) -> None:
+    """Refuse a checkpoint of another `[model]`, a dataclass; shapes alone would miss a different rope_theta or norm_eps.
+
+    Unless the run `is_whole`, with optimizer and data, it may leave out the modules of `[model.ahead]`, and says so."""
     saved = checkpoint.manifest.config.get("model")
     if not isinstance(saved, Mapping):
         log.warning("%s records no model config; only names and shapes are compared", checkpoint)
         return
     theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
+    if not is_whole and "ahead" in theirs and "ahead" not in ours:
+        log.warning("%s: its modules that predict further tokens ([model.ahead]) are left out", checkpoint)
+        del theirs["ahead"]
     ignored = {"max_seq_len"}
     keys = sorted({*theirs, *ours} - ignored)
     differing = [k for k in keys if not means_the_same(theirs.get(k), ours.get(k))]
