@@ -24,6 +24,7 @@ from titan_ckpt.trainer.model.by_expert import ExpertWeights, Products, through_
 
 BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
+Beside: TypeAlias = Callable[[], None]  # work that needs no experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,8 @@ class BalanceConfig:
 class Exchange(Protocol):
     """Takes rows to the ranks of their experts and the results back."""
 
-    def __call__(self, compute: Compute, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
-        """`compute` of rows sorted by expert, of which expert e has counts_E[e]."""
+    def __call__(self, compute: Compute, rows_ND: Tensor, counts_E: Tensor, beside: Beside) -> Tensor:
+        """`compute` of rows sorted by expert, of which expert e has counts_E[e]; calls `beside` while rows are on their way."""
 
 
 def check_experts(config: ExpertsConfig) -> None:
@@ -207,14 +208,16 @@ class _Experts(nn.Module, ABC):
         self.exchange: Exchange | None = None
         self.products = Products()
 
-    def forward(self, x_TD: Tensor, experts_TK: Tensor) -> Tensor:
-        """The outputs of each token's experts: [N, D], not a view, which FSDP refuses."""
+    def forward(self, x_TD: Tensor, experts_TK: Tensor, beside: Beside) -> Tensor:
+        """The outputs of each token's experts: [N, D], not a view, which FSDP refuses. Calls `beside` once."""
         order_N = experts_TK.flatten().argsort(stable=True)
         counts_E = _count(experts_TK, self.number)
         rows_ND: Tensor = _Rows.apply(x_TD, order_N, experts_TK.shape[1])  # type: ignore[no-untyped-call]
-        y_ND = (
-            self.compute(rows_ND, counts_E) if self.exchange is None else self.exchange(self.compute, rows_ND, counts_E)
-        )
+        if self.exchange is not None:
+            y_ND = self.exchange(self.compute, rows_ND, counts_E, beside)
+        else:
+            beside()
+            y_ND = self.compute(rows_ND, counts_E)
         return permuted(y_ND, inverse(order_N))
 
     def compute(self, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
@@ -267,7 +270,10 @@ class ClampedExperts(_Experts):
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward part: the weighted sum of a token's experts, and what `shared` gives for all tokens."""
+    """A feed-forward part: the weighted sum of a token's experts, and what `shared` gives for all tokens.
+
+    With `Experts.exchange` the shared experts compute while rows travel, and so does their backward.
+    """
 
     def __init__(self, config: ExpertsConfig, dim: int, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -276,8 +282,14 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = shared
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        y_BSD = _mixed(self.gate, self.experts, x_BSD)
-        return y_BSD if self.shared_experts is None else y_BSD + self.shared_experts(x_BSD)
+        shared: list[Tensor] = []
+
+        def beside() -> None:
+            if self.shared_experts is not None:
+                shared.append(self.shared_experts(x_BSD))
+
+        y_BSD = _mixed(self.gate, self.experts, x_BSD, beside)
+        return y_BSD + shared[0] if shared else y_BSD
 
 
 class ClampedMixture(nn.Module):
@@ -289,12 +301,12 @@ class ClampedMixture(nn.Module):
         self.experts = ClampedExperts(config, dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return _mixed(self.router, self.experts, x_BSD)
+        return _mixed(self.router, self.experts, x_BSD, lambda: None)
 
 
-def _mixed(router: Router, experts: _Experts, x_BSD: Tensor) -> Tensor:
+def _mixed(router: Router, experts: _Experts, x_BSD: Tensor, beside: Beside) -> Tensor:
     weights_TK, experts_TK = router(x_BSD)
-    y_TKD = experts(x_BSD.flatten(0, 1), experts_TK).unflatten(0, experts_TK.shape)
+    y_TKD = experts(x_BSD.flatten(0, 1), experts_TK, beside).unflatten(0, experts_TK.shape)
     y_BSD: Tensor = (y_TKD * weights_TK[..., None].to(y_TKD)).sum(dim=1).view_as(x_BSD)
     return y_BSD
 

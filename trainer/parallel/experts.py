@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of `ep` has some experts of every layer; rows of tokens go to their experts and back.
 
 The ranks of `ep` read different samples, so all other weights are sharded over `ep` as over dp_shard. Two all-to-alls with uneven
-splits move rows of a layer forward, two more move gradients back. An expert's gradient then lacks only the tokens of other ranks
-with the same experts (dp_shard, cp), over which FSDP sums it.
+splits move rows of a layer forward, two more move gradients back; shared experts compute beside the first of each two. An
+expert's gradient then lacks only the tokens of other ranks with the same experts (dp_shard, cp), over which FSDP sums it.
 
 Shapes: N rows of this rank sorted by expert, M rows received, E experts, L experts of this rank, P ranks of ep, D model dim.
 """
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.by_expert import Products
-from titan_ckpt.trainer.model.experts import BalanceConfig, Compute, inverse, permuted
+from titan_ckpt.trainer.model.experts import BalanceConfig, Beside, Compute, inverse, permuted
 from titan_ckpt.trainer.model.plan import Plan, routers_of
 from titan_ckpt.trainer.model.stages import here
 
@@ -62,13 +62,13 @@ class AllToAll:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def __call__(self, compute: Compute, rows_ND: Tensor, counts_E: Tensor) -> Tensor:
+    def __call__(self, compute: Compute, rows_ND: Tensor, counts_E: Tensor, beside: Beside) -> Tensor:
         """Send each row to the rank of its expert, compute there, and fetch the results."""
         ranks = self._group.size()
         counts_PL = counts_E.view(ranks, -1)
-        received_PL = _exchange(counts_PL, [1] * ranks, [1] * ranks, self._group)
+        received_PL = _ops.wait_tensor(_send(counts_PL, [1] * ranks, [1] * ranks, self._group))
         sent, received = counts_PL.sum(dim=1).tolist(), received_PL.sum(dim=1).tolist()
-        rows_MD = _move(rows_ND, sent, received, self._group)
+        rows_MD = _move(rows_ND, sent, received, self._group, beside)
         local_L = torch.arange(received_PL.shape[1], device=rows_MD.device)
         expert_M = local_L.expand(ranks, -1).flatten().repeat_interleave(received_PL.flatten())
         order_M = expert_M.argsort(stable=True)  # from sorted by sender to sorted by expert
@@ -76,22 +76,58 @@ class AllToAll:
         return _move(permuted(y_MD, inverse(order_M)), received, sent, self._group)
 
 
-def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), received, sent, group.group_name))
+def _send(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """What the other ranks send, still under way: nothing may use it before `wait_tensor`."""
+    out: Tensor = _ops.all_to_all_single(x.contiguous(), received, sent, group.group_name)
     return out
 
 
-def _move(x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    out: Tensor = _Move.apply(x_ND, sent, received, group)  # type: ignore[no-untyped-call]
+def _move(
+    x_ND: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, beside: Beside | None = None
+) -> Tensor:
+    """Exchange rows. What `beside` computes is computed meanwhile, and so is its backward: autograd goes back in this order."""
+    flight = _Flight()
+    coming: Tensor = _Send.apply(x_ND, sent, received, group, flight)  # type: ignore[no-untyped-call]
+    if beside is not None:
+        beside()
+    out: Tensor = _Arrive.apply(coming, sent, received, group, flight)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
+class _Flight:
+    """The gradients of an exchange on their way: autograd takes no gradient of another shape than its tensor's."""
+
+    def __init__(self) -> None:
+        self.gradients: Tensor | None = None
+
+
+class _Send(torch.autograd.Function):
+    """Begins an exchange; in the backward ends the one of the gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, flight: _Flight
+    ) -> Tensor:
+        ctx.flight = flight
+        return _send(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+        coming, ctx.flight.gradients = ctx.flight.gradients, None
+        return _ops.wait_tensor(coming), None, None, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    """Ends an exchange; in the backward begins the one of the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, flight: _Flight
+    ) -> Tensor:
+        ctx.sent, ctx.received, ctx.group, ctx.flight = sent, received, group, flight
+        return _ops.wait_tensor(x).view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.flight.gradients = _send(grads[0], ctx.received, ctx.sent, ctx.group)
+        return grads[0], None, None, None, None
