@@ -27,7 +27,9 @@ def supported_torch() -> tuple[str, str]:
 
 
 def full_cells(python: Python, tests: Sequence[str], *, with_cuda: bool) -> Iterator[Cell]:
-    """The newest torch, CI's and the oldest one; CUDA builds only if asked for. No `tests`: all quick ones."""
+    """The newest torch, with the newest of all else, CI's and the oldest one; CUDA builds only if asked for.
+
+    No `tests`: all quick ones."""
     oldest, pinned = supported_torch()
     versions = torch_versions(python.program, oldest)
     if not versions:
@@ -40,7 +42,7 @@ def full_cells(python: Python, tests: Sequence[str], *, with_cuda: bool) -> Iter
         elif build.is_cuda and not with_cuda:
             yield _left_out(python, version, "only a CUDA build of several GB (--cuda takes it)")
         else:
-            yield try_full(python, build.version, WORK, tests)
+            yield try_full(python, build.version, WORK, tests, is_newest=version == versions[0])
 
 
 def _left_out(python: Python, torch: str, why: str) -> Cell:

@@ -69,14 +69,17 @@ def try_laptop(python: Python, work: Path) -> Cell:
     return _cell(python, "none (laptop)", work / f"laptop-{python.minor}", steps)
 
 
-def try_full(python: Python, torch: str, work: Path, tests: Sequence[str] = ()) -> Cell:
-    """Install with torch and the development tools, and run the quick tests, or those of `tests`."""
+def try_full(python: Python, torch: str, work: Path, tests: Sequence[str] = (), *, is_newest: bool = False) -> Cell:
+    """Install with torch and the development tools, and run the quick tests, or those of `tests`.
+
+    `is_newest`: the newest releases of all other dependencies too, not those of constraints.txt.
+    """
 
     def steps(program: Path, folder: Path) -> str:
         pip: list[str | Path] = [program, "-m", "pip", "install", "-qq"]
         _run([*pip, f"torch=={torch}"], folder, INSTALL_LIMIT_S)
         pinned = folder / "constraints.txt"
-        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        lines = [] if is_newest else (ROOT / "constraints.txt").read_text().splitlines()
         pinned.write_text(
             "\n".join(line for line in lines if not line.startswith(("torch==", "#"))) + f"\ntorch=={torch}\n"
         )
