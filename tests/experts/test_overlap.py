@@ -20,11 +20,11 @@ CONFIG = ExpertsConfig(number=4, per_token=2, ffn_dim=8, shared=1)
 WATCHED = ("all_to_all_single", "wait_tensor", "tanh", "tanh_backward")
 
 
-class Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operations of `WATCHED` in order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,9 @@ def mixture(rank: int | None) -> MixtureOfExperts:
     for weight in made.parameters():
         nn.init.normal_(weight, std=0.3)
     if rank is not None:
-        made.experts.exchange = AllToAll(dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None
+        made.experts.exchange = AllToAll(world)
         for name, weight in list(made.experts.named_parameters()):
             made.experts.register_parameter(name, nn.Parameter(weight.detach().chunk(2)[rank].clone()))
     return made
@@ -64,8 +66,8 @@ def samples(rank: int) -> torch.Tensor:
 def results(made: MixtureOfExperts, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     shared = made.shared_experts
     assert isinstance(shared, nn.Sequential)
-    assert x.grad is not None
-    return [y.detach(), x.grad, shared[0].weight.grad]
+    gradients = [x.grad, *(weight.grad for weight in shared.parameters())]
+    return [y.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 @pytest.fixture(scope="module")
@@ -82,5 +84,6 @@ def test_shared_experts_compute_while_rows_travel(ranks: RankPool) -> None:
         made, x = mixture(None), samples(rank)
         y = made(x)
         y.square().sum().backward()
+        assert len(found) == 4
         for one, other in zip(found, results(made, x, y), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

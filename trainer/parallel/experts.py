@@ -113,8 +113,9 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        coming, ctx.flight.gradients = ctx.flight.gradients, None
-        return _ops.wait_tensor(coming), None, None, None, None
+        coming: Tensor = _ops.wait_tensor(ctx.flight.gradients)
+        ctx.flight.gradients = None
+        return coming, None, None, None, None
 
 
 class _Arrive(torch.autograd.Function):
