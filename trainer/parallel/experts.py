@@ -126,7 +126,8 @@ class _Arrive(torch.autograd.Function):
         ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, flight: _Flight
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group, ctx.flight = sent, received, group, flight
-        return _ops.wait_tensor(x).view_as(x)
+        here: Tensor = _ops.wait_tensor(x)
+        return here.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
