@@ -33,16 +33,21 @@ _OF_WRITES = ("error", "reset", "timeout", "full")
 
 
 class Faults:
-    """How often calls fail, and how often they did, by kind of fault. Thread-safe; nothing fails while `rate` is 0."""
+    """How often calls fail, and how often they did, by kind of fault. Thread-safe; nothing fails while `rate` is 0.
+
+    All calls for paths below `down` fail: a tier that does not answer.
+    """
 
     def __init__(self, rate: float, seed: int) -> None:
-        self.rate, self.calls, self.injected = rate, 0, Counter[str]()
+        self.rate, self.calls, self.injected, self.down = rate, 0, Counter[str](), ""
         self._rng, self._lock, self._local = random.Random(seed), threading.Lock(), threading.local()
 
-    def run(self, action: Callable[[], T], kinds: tuple[str, ...], *, is_write: bool = False) -> T:
+    def run(self, path: object, action: Callable[[], T], kinds: tuple[str, ...], *, is_write: bool = False) -> T:
         """`action()`, or a fault before it, or after it: an answer that was lost."""
         if getattr(self._local, "is_inside", False):
             return action()
+        if self.down and self.down in str(path):
+            raise _ERRORS["timeout"]()
         kind, is_lost = self._draw(kinds), self._rng.random() < 0.5
         if kind is not None and not (is_write and is_lost):
             raise _ERRORS[kind]()
@@ -77,29 +82,32 @@ class UnsafeFileSystem(LocalFileSystem):  # type: ignore[misc]
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
         """List a folder."""
-        return self.faults.run(lambda: super(UnsafeFileSystem, self).ls(path, detail=detail, **kwargs), _OF_READS)
+        return self.faults.run(path, lambda: super(UnsafeFileSystem, self).ls(path, detail=detail, **kwargs), _OF_READS)
 
     def info(self, path: Any, **kwargs: Any) -> Any:
         """Describe an object."""
-        return self.faults.run(lambda: super(UnsafeFileSystem, self).info(path, **kwargs), _OF_READS)
+        return self.faults.run(path, lambda: super(UnsafeFileSystem, self).info(path, **kwargs), _OF_READS)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> Any:
         """Read a range."""
         is_short = self.faults.is_short()
         data = self.faults.run(
-            lambda: super(UnsafeFileSystem, self).cat_file(path, start=start, end=end, **kwargs), _OF_READS
+            path, lambda: super(UnsafeFileSystem, self).cat_file(path, start=start, end=end, **kwargs), _OF_READS
         )
         return data[: len(data) // 2] if is_short else data
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> Any:
         """Write an object whole."""
         return self.faults.run(
-            lambda: super(UnsafeFileSystem, self).pipe_file(path, value, mode=mode, **kwargs), _OF_WRITES, is_write=True
+            path,
+            lambda: super(UnsafeFileSystem, self).pipe_file(path, value, mode=mode, **kwargs),
+            _OF_WRITES,
+            is_write=True,
         )
 
     def rm_file(self, path: str) -> None:
         """Delete an object."""
-        self.faults.run(lambda: super(UnsafeFileSystem, self).rm_file(path), _OF_READS, is_write=True)
+        self.faults.run(path, lambda: super(UnsafeFileSystem, self).rm_file(path), _OF_READS, is_write=True)
 
 
 @contextmanager

@@ -79,9 +79,10 @@ class _Run:
         self._mirrored: set[int] = set()
 
     def go(self) -> None:
-        """Save SAVES_PER_RUN times, in several jobs; now and then a step is saved again."""
+        """Save SAVES_PER_RUN times, in several jobs; now and then a step is saved again, or the mirror does not answer a job."""
         step, number = 0, 0
         while number < SAVES_PER_RUN:
+            self._faults.down = f"{self._folder}/mirror" if self._rng.random() < 0.15 else ""
             saver = self._saver()
             for _ in range(min(self._rng.randint(1, 4), SAVES_PER_RUN - number)):
                 step, number = step + (self._rng.randint(0, 2) if step else 1), number + 1
