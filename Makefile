@@ -84,6 +84,7 @@ faults: $(READY) ## kill saves, fail store calls in turn and at random, damage e
 	$(BIN)/python -m scripts.faults --matrix
 	$(BIN)/python -m scripts.faults --one-rank
 	$(BIN)/python -m scripts.faults --random 5000
+	$(BIN)/python -m scripts.faults --tiers 500
 	$(BIN)/python -m scripts.faults --damage 150
 	$(BIN)/python -m scripts.faults --power-cuts 1000
 

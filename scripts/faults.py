@@ -5,6 +5,7 @@
     python -m scripts.faults --kills 100 --s3 --client s3fs    the same through s3fs
     python -m scripts.faults --matrix                    a fault at every store call of every rank (tools/faults/cases.py)
     python -m scripts.faults --random 5000               saves on a store that fails at random (tools/faults/random_saves.py)
+    python -m scripts.faults --tiers 1000                jobs whose copies to a second tier fail (tools/faults/tiers.py)
     python -m scripts.faults --one-rank                  one rank fails in every function of a save (tools/faults/one_rank.py)
     python -m scripts.faults --damage 200                damage of every kind to every kind of file (tools/faults/damage.py)
     python -m scripts.faults --power-cuts 1000           what power cuts may leave of a run (tools/faults/power.py)
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import queue
@@ -52,6 +54,7 @@ from tools.faults.one_rank import campaign as one_rank_campaign
 from tools.faults.power_cases import run_cuts
 from tools.faults.random_saves import describe, random_runs
 from tools.faults.store import FaultMode
+from tools.faults.tiers import tier_runs
 from tools.rank_pool import RankPool
 
 
@@ -247,6 +250,19 @@ def random_saves(folder: Path, saves: int, *, seed: int) -> int:
     return 1 if outcome.wrong else 0
 
 
+def tiers(folder: Path, runs: int, *, seed: int) -> int:
+    """Print the totals of `runs` runs of jobs with two tiers; 1 if anything went wrong."""
+    outcome, started = None, time.monotonic()
+    logging.getLogger("titan_ckpt").setLevel(logging.CRITICAL + 1)
+    for number, outcome in enumerate(tier_runs(folder, runs, seed=seed), 1):
+        sys.stderr.write(f"\rrun {number}/{runs}: {outcome.saves} saves, {len(outcome.wrong)} wrong ")
+        shutil.rmtree(folder, ignore_errors=True)
+    assert outcome is not None, "no runs were asked for"
+    facts = {"tiers": runs, "seed": seed, **asdict(outcome), "seconds": round(time.monotonic() - started, 1)}
+    sys.stdout.write(json.dumps(facts) + "\n")
+    return 1 if outcome.wrong else 0
+
+
 def power_cuts(folder: Path, cuts: int, *, seed: int) -> int:
     """Print the outcome of `cuts` power cuts; 1 if anything promised was lost."""
     started = time.monotonic()
@@ -288,6 +304,7 @@ def main() -> int:
     parser.add_argument(
         "--random", type=int, metavar="N", help="save N times over an fsspec store that fails at random"
     )
+    parser.add_argument("--tiers", type=int, metavar="N", help="N runs of jobs whose copies to a second tier fail")
     parser.add_argument("--one-rank", action="store_true", help="one rank fails in every function of a save in turn")
     parser.add_argument("--kinds", default=",".join(KINDS), help="which kinds of save --one-rank tries")
     parser.add_argument("--sample", type=int, metavar="N", help="only N functions for each kind and rank in --one-rank")
@@ -302,6 +319,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.random:
             return random_saves(Path(folder, "runs"), arguments.random, seed=arguments.seed)
+        if arguments.tiers:
+            return tiers(Path(folder, "runs"), arguments.tiers, seed=arguments.seed)
         if arguments.damage:
             return damage(Path(folder), arguments.damage, seed=arguments.seed)
         if arguments.power_cuts:

@@ -11,13 +11,14 @@ import torch
 
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.cli.main import main
-from titan_ckpt.errors import NotFoundError, StoreError, TransientStoreError
+from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.format.names import UNMIRRORED
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.retention import RetentionPolicy
+from tools.faults.tiers import Tier, tier_runs
 
 KEEP_ONE = RetentionPolicy(keep_last=1)
 
@@ -155,36 +156,12 @@ def test_a_due_step_that_was_deleted_is_said_and_passed_over(
     assert "@1 is not there, so it cannot be copied" in caplog.text
 
 
-class Source(FileStore):
-    """A first tier that for a while does not show some files, or cannot write some."""
-
-    hidden: tuple[str, ...] = ()
-    unwritable: tuple[str, ...] = ()
-
-    def stat(self, path: str) -> ObjectInfo:
-        self._show(path)
-        return super().stat(path)
-
-    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
-        self._show(path)
-        return super().read(path, start, length)
-
-    def _show(self, path: str) -> None:
-        if path in self.hidden:
-            raise NotFoundError(f"{path}: not there")
-
-    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        if path in self.unwritable:
-            raise TransientStoreError("cannot be written")
-        return super().write(path, parts)
-
-
 @pytest.fixture
-def fast(tmp_path: Path) -> Source:
-    return Source(str(tmp_path / "fast"))
+def fast(tmp_path: Path) -> Tier:
+    return Tier(str(tmp_path / "fast"))
 
 
-def test_what_a_dead_job_left_is_written_down_until_it_is_copied(fast: Source, safe: Target) -> None:
+def test_what_a_dead_job_left_is_written_down_until_it_is_copied(fast: Tier, safe: Target) -> None:
     """Steps 2 and 3 are due because they are newer than the newest copy; then step 4 is copied and they are not."""
     with Saver(fast, SaveOptions(mirror=safe)) as saver:
         save(saver, 1)
@@ -208,7 +185,7 @@ def test_what_a_dead_job_left_is_written_down_until_it_is_copied(fast: Source, s
     assert committed(safe.url) == [1, 2, 3, 4, 5]
 
 
-def test_a_due_step_that_is_not_shown_once_is_still_due(fast: Source, safe: Target) -> None:
+def test_a_due_step_that_is_not_shown_once_is_still_due(fast: Tier, safe: Target) -> None:
     saver = Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE))
     save(saver, 1)
     safe.is_down = True
@@ -222,7 +199,7 @@ def test_a_due_step_that_is_not_shown_once_is_still_due(fast: Source, safe: Targ
     assert not Path(fast.url, UNMIRRORED).exists()
 
 
-def test_a_list_that_is_not_shown_once_loses_no_line(fast: Source, safe: Target) -> None:
+def test_a_list_that_is_not_shown_once_loses_no_line(fast: Tier, safe: Target) -> None:
     saver = Saver(fast, SaveOptions(mirror=safe))
     save(saver, 1)
     safe.is_down = True
@@ -234,7 +211,7 @@ def test_a_list_that_is_not_shown_once_loses_no_line(fast: Source, safe: Target)
     assert Path(fast.url, UNMIRRORED).read_text().splitlines()[1:] == ["2", "3"]
 
 
-def test_nothing_is_copied_past_a_step_that_is_not_written_down(fast: Source, safe: Target) -> None:
+def test_nothing_is_copied_past_a_step_that_is_not_written_down(fast: Tier, safe: Target) -> None:
     """Else the next job would take step 2 for one that the second tier was not to get."""
     saver = Saver(fast, SaveOptions(mirror=safe, retention=KEEP_ONE))
     save(saver, 1)
@@ -252,7 +229,7 @@ def test_nothing_is_copied_past_a_step_that_is_not_written_down(fast: Source, sa
     assert committed(safe.url) == [1, 2, 3, 4]
 
 
-def test_a_step_saved_again_is_copied_by_the_next_job(fast: Source, safe: Target) -> None:
+def test_a_step_saved_again_is_copied_by_the_next_job(fast: Tier, safe: Target) -> None:
     saver = Saver(fast, SaveOptions(mirror=safe))
     save(saver, 1)
     save(saver, 2)
@@ -264,6 +241,15 @@ def test_a_step_saved_again_is_copied_by_the_next_job(fast: Source, safe: Target
     with Saver(fast, SaveOptions(mirror=safe)):
         pass
     assert float(open_checkpoint(f"{safe.url}@1").read("w")[0]) == 7.0
+
+
+def test_jobs_whose_copies_fail_at_any_step_lose_none(tmp_path: Path) -> None:
+    """A sample of `python -m scripts.faults --tiers 1000`."""
+    for outcome in tier_runs(tmp_path, 12, seed=0):
+        assert outcome.wrong == []
+    assert outcome.saves == 120
+    assert outcome.deleted > 50
+    assert outcome.failed_copies > 10
 
 
 def test_a_tier_that_fails_is_not_passed_over_for_an_older_step(

@@ -65,6 +65,7 @@ class Mirror:
         self._last: int | None = None
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
+        self._added: set[int] = set()  # all steps of this job
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` is still to be written, or removed
         self._gone: set[int] = set()  # due steps that the first tier does not show
@@ -87,6 +88,7 @@ class Mirror:
             if self._waiting:  # the copy under way is behind
                 self._pace.lift()
             self._waiting.add(step)
+            self._added.add(step)
         self._steps.put(step)
 
     def check(self) -> None:
@@ -223,7 +225,7 @@ class Mirror:
         """Find what earlier jobs left, once, and which due steps are not there, deleted or for a moment: those are not copied."""
         if not self._is_known:
             noted = read_unmirrored(source)
-            found = left_over(source, target, noted)
+            found = left_over(source, target, noted, own=frozenset(self._added))
             self._unwritten |= found ^ noted
             with self._lock:
                 self._due, self._is_known = self._due | found, True
@@ -291,23 +293,24 @@ class Mirror:
         copier.copy_small(read_commit(source, step), before)
 
 
-def left_over(source: Store, target: Store, noted: frozenset[int]) -> set[int]:
+def left_over(source: Store, target: Store, noted: frozenset[int], *, own: frozenset[int] = frozenset()) -> set[int]:
     """Steps of `source` that `target` lacks, or has of an earlier save, and was to get.
 
     Those of `noted`, the steps in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died
-    before it copied them. Into an empty target only the newest is copied, not the whole history of the run.
+    before it copied them. Into an empty target go those from the first in the list on; without a list the newest before the job's
+    `own`, not the whole history of the run.
     """
     there, here = _committed(target), _committed(source)
-    newest = max(there, default=max(here, default=0) - 1)
+    newest = max(there) if there else min(noted, default=max(here.keys() - own, default=0)) - 1
     missing = {step for step, attempt in here.items() if there.get(step) != attempt}
     unseen = noted - here.keys() - there.keys()
     return {step for step in missing if step > newest or step in there} | (noted & missing) | unseen
 
 
 def _committed(store: Store) -> dict[int, str]:
-    """The attempt of each committed step of a tier."""
-    infos = (info for info in list_tier(store) if info.state == CheckpointState.COMMITTED)
-    return {info.step: info.commit.attempt for info in infos if info.commit is not None}
+    """The attempt of each committed step of a tier; empty for one that the store refuses to read."""
+    infos = (info for info in list_tier(store) if info.state in (CheckpointState.COMMITTED, CheckpointState.UNREADABLE))
+    return {info.step: info.commit.attempt if info.commit else "" for info in infos}
 
 
 def mark_unmirrored(source: Store, *, due: Collection[int], done: Collection[int]) -> None:
