@@ -52,6 +52,21 @@ def test_another_run_replaces_nothing_in_the_mirror(tmp_path: Path) -> None:
     assert values(safe) == dict.fromkeys((1, 2, 3, 4), 10)
 
 
+def test_an_empty_folder_is_not_taken_for_the_tier_a_run_had(tmp_path: Path) -> None:
+    """Such as a disk that is not mounted: what is copied there is hidden by the next mount, and gone from the first tier."""
+    fast, safe = tmp_path / "fast", tmp_path / "safe"
+    mirrored(fast, safe, 1, 2)
+    safe.rename(tmp_path / "elsewhere")
+    safe.mkdir()
+    with pytest.raises(SaveError, match="is not mounted"):
+        mirrored(fast, safe, 3)
+    assert not values(safe)
+    assert values(fast) == {1: 1, 2: 1, 3: 1}
+    (safe / RUN_ID).write_bytes((fast / RUN_ID).read_bytes())  # as the error says
+    mirrored(fast, safe, 4)
+    assert values(safe) == {2: 1, 3: 1, 4: 1}
+
+
 def test_a_run_with_an_id_of_its_own_is_refused(tmp_path: Path) -> None:
     mirrored(tmp_path / "fast1", tmp_path / "safe1", 1)
     mirrored(tmp_path / "fast2", tmp_path / "safe2", 1)

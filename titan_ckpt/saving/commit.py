@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,8 @@ from titan_ckpt.format.commit import Before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.names import parse_step
 from titan_ckpt.saving.merge_parts import merge_parts
-from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions
+from titan_ckpt.saving.options import COMMIT_BY, GIVE_UP_AT, SaveAttempt, SaveOptions, no_steps
+from titan_ckpt.saving.second_tier import Mirror
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, reason_of, shortened, text_of
@@ -47,13 +48,11 @@ class Upload:
 class Committer:
     """Claims a run and commits its saves. Made and called by all ranks together; only the coordinator writes.
 
-    `not_mirrored()` returns the steps that retention must keep until they are mirrored, None while that is unknown.
+    The `mirror` hears of a step before its COMMIT, and says which ones retention must keep.
     """
 
-    def __init__(
-        self, store: Store, ranks: RankGroup, options: SaveOptions, *, not_mirrored: Callable[[], frozenset[int] | None]
-    ) -> None:
-        self._store, self._ranks, self._options, self._not_mirrored = store, ranks, options, not_mirrored
+    def __init__(self, store: Store, ranks: RankGroup, options: SaveOptions, *, mirror: Mirror | None) -> None:
+        self._store, self._ranks, self._options, self._mirror = store, ranks, options, mirror
         self._own_steps: list[int] = []  # committed by this job, in order
         self.end()
         self._claim = self._claim_run() if options.is_exclusive else None
@@ -123,7 +122,8 @@ class Committer:
         manifest = merge_parts(upload.attempt, [part for part in parts if isinstance(part, RankPart)], upload.share)
         if self._claim is not None:
             check_claim(store, self._claim)
-        commit_checkpoint(store, manifest, dcp_metadata(manifest), replaces=upload.replaces)
+        with nullcontext() if self._mirror is None else self._mirror.expected(upload.attempt.step):
+            commit_checkpoint(store, manifest, dcp_metadata(manifest), replaces=upload.replaces)
         return None
 
     def _look_for_newer(self, step: int) -> None:
@@ -145,7 +145,7 @@ class Committer:
         if self._options.retention is None:
             return
         try:
-            not_mirrored = self._not_mirrored()
+            not_mirrored = no_steps() if self._mirror is None else self._mirror.due()
             if not_mirrored is None:
                 return
             own = self._own_steps[

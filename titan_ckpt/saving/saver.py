@@ -39,7 +39,6 @@ from titan_ckpt.saving.options import (
     SaveReport,
     SaveRequest,
     SaverMetrics,
-    no_steps,
 )
 from titan_ckpt.saving.pace import fitting_pace
 from titan_ckpt.saving.replicas import Replicas
@@ -75,8 +74,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
         self._mirror = None if mirror is None else Mirror(self._store, mirror, self._options)
-        not_mirrored = no_steps if self._mirror is None else self._mirror.due
-        self._committer = Committer(self._store, self._ranks, self._options, not_mirrored=not_mirrored)
+        self._committer = Committer(self._store, self._ranks, self._options, mirror=self._mirror)
         self._known = KnownChunks(is_incremental=self._options.incremental)
         self._agreement = Agreement(self._ranks, self._options.mesh, replicas=Replicas(self._options.replicas))
         self._staging = Staging()

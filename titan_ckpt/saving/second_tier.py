@@ -3,10 +3,10 @@
 `Saver` writes the fast tier. `Mirror` copies each commit, every rank its own files, and the coordinator commits the copy when all
 ranks are done. A job resumes from the nearest tier in which every rank finds the newest checkpoint whole.
 
-A step whose copy failed is due: it is tried again after the next step, when the saver is closed, and when the next job starts.
-Until then the fast tier keeps it: `Mirror.due` tells retention, the file `unmirrored.txt` tells `prune` and later jobs. No step
-is copied while an older one is due and not in that file: so the steps that a later job must copy are in it, or are newer than
-all that the safe tier has.
+A step is due from before its COMMIT until its copy is committed. A copy that failed is tried again after the next step, when the
+saver is closed, and when the next job starts. Until then the fast tier keeps it: `Mirror.due` tells retention, the file
+`unmirrored.txt` tells `prune` and later jobs, also of a job that was killed. No step is copied while an older one is due and not
+in that file: so the steps that a later job must copy are in it, or are newer than all that the safe tier has.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
-from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
 from titan_ckpt.location import StrPath, check_writable, is_inside, redact, url_text
+from titan_ckpt.saving.due import left_over, mark_unmirrored
 from titan_ckpt.saving.options import GIVE_UP_AT, SaveOptions
 from titan_ckpt.saving.pace import Pace, fitting_pace
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
@@ -36,7 +37,7 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
 from titan_ckpt.upkeep.deletion import read_unmirrored
-from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers, list_tier
+from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
@@ -63,10 +64,11 @@ class Mirror:
         self._steps: queue.Queue[int | None] = queue.Queue(MAX_BEHIND)
         self._error: BaseException | None = None
         self._last: int | None = None
-        self._lock = threading.Lock()
+        self._lock, self._file_lock = threading.Lock(), threading.Lock()
         self._waiting: set[int] = set()
         self._added: set[int] = set()  # all steps of this job
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
+        self._ahead: set[int] = set()  # due steps whose round has not come: not committed yet, or in the queue
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` is still to be written, or removed
         self._gone: set[int] = set()  # due steps that the first tier does not show
         self._is_known, self._why_unknown, self._has_looked = False, "", threading.Event()
@@ -78,6 +80,25 @@ class Mirror:
         self._is_sent = False
         self._thread = threading.Thread(target=self._run, name="titan-ckpt-mirror", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def expected(self, step: int) -> Iterator[None]:
+        """On the coordinator, around the COMMIT of `step`: first its copy is due, in the file too, lest somebody delete it.
+
+        Not if the COMMIT fails; but an earlier save of the step that is due stays so.
+        """
+        with self._lock:
+            is_new = step not in self._due
+            self._ahead |= {step} if is_new else set()
+        self._note(step, is_due=True)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._ahead -= {step}
+            if is_new:
+                self._note(step, is_due=False)
+            raise
 
     def add(self, step: int) -> None:
         """Mirror a committed step; blocks while `MAX_BEHIND` others are waiting.
@@ -207,6 +228,8 @@ class Mirror:
 
     def _todo(self, step: int | None) -> list[int]:
         """The step itself, then what is due, newest first; on the coordinator."""
+        with self._lock:
+            self._ahead -= {step}
         try:
             run_until(self._give_up_s, self._look, self._source, self._target, what="comparing the two tiers")
         except Exception as error:  # noqa: BLE001  (retention waits until it is known)
@@ -214,7 +237,7 @@ class Mirror:
             log.warning("%s; so %s keeps everything", self._why_unknown, self._source)
         self._has_looked.set()
         self._note_again()
-        due = sorted(self._due - self._gone - {step}, reverse=True) if self._is_known else []
+        due = sorted(self._due - self._gone - self._ahead - {step}, reverse=True) if self._is_known else []
         return due if step is None else [step, *due]
 
     def _note_again(self) -> None:
@@ -229,7 +252,7 @@ class Mirror:
             self._unwritten |= found ^ noted
             with self._lock:
                 self._due, self._is_known = self._due | found, True
-        gone = {step for step in self._due if commit_version(source, step) is None}
+        gone = {step for step in self._due - self._ahead if commit_version(source, step) is None}
         for step in sorted(gone - self._gone):
             log.warning("%s@%d is not there, so it cannot be copied to %s", source, step, target)
         self._gone = gone
@@ -242,12 +265,16 @@ class Mirror:
         if was_due == is_due and step not in self._unwritten:
             return
         try:
-            action = partial(mark_unmirrored, due=frozenset(self._due), done=set() if is_due else {step})
+            action = partial(self._write_list, done=set() if is_due else {step})
             run_until(self._give_up_s, action, self._source, what=f"writing {UNMIRRORED}")
             self._unwritten.discard(step)
         except Exception as error:  # noqa: BLE001  (this job knows it anyway)
             self._unwritten.add(step)
             log.warning("%s was not written and is tried again: %s", self._source.where(UNMIRRORED), error)
+
+    def _write_list(self, source: Store, *, done: set[int]) -> None:
+        with self._file_lock:  # a save announces the next step while the copy of one ends
+            mark_unmirrored(source, due=self._due - done, done=done)
 
     def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
         """Run `action` on the two stores; an error becomes a Failure for the other ranks."""
@@ -291,37 +318,6 @@ class Mirror:
         if self._claim is not None:
             check_claim(target, self._claim)
         copier.copy_small(read_commit(source, step), before)
-
-
-def left_over(source: Store, target: Store, noted: frozenset[int], *, own: frozenset[int] = frozenset()) -> set[int]:
-    """Steps of `source` that `target` lacks, or has of an earlier save, and was to get.
-
-    Those of `noted`, the steps in `unmirrored.txt`, and those newer than the newest that `target` has: the job may have died
-    before it copied them. Into an empty target go those from the first in the list on; without a list the newest before the job's
-    `own`, not the whole history of the run.
-    """
-    there, here = _committed(target), _committed(source)
-    newest = max(there) if there else min(noted, default=max(here.keys() - own, default=0)) - 1
-    missing = {step for step, attempt in here.items() if there.get(step) != attempt}
-    unseen = noted - here.keys() - there.keys()
-    return {step for step in missing if step > newest or step in there} | (noted & missing) | unseen
-
-
-def _committed(store: Store) -> dict[int, str]:
-    """The attempt of each committed step of a tier; empty for one that the store refuses to read."""
-    infos = (info for info in list_tier(store) if info.state in (CheckpointState.COMMITTED, CheckpointState.UNREADABLE))
-    return {info.step: info.commit.attempt if info.commit else "" for info in infos}
-
-
-def mark_unmirrored(source: Store, *, due: Collection[int], done: Collection[int]) -> None:
-    """Add the `due` steps to the list of those to be copied, and take off the `done` ones; without any, there is no such file."""
-    known = read_unmirrored(source)
-    steps = (known | {*due}) - {*done}
-    if not steps:
-        source.delete([UNMIRRORED])
-    elif steps != known:
-        head = "# Not yet copied to the second tier; retention and prune keep these steps. Remove a line to let its step go."
-        source.write(UNMIRRORED, ["\n".join([head, *map(str, sorted(steps)), ""]).encode()])
 
 
 def _check_apart(url: StrPath | Store, mirror: StrPath | Store | None) -> None:

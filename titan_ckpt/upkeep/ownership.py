@@ -74,13 +74,19 @@ def join_tiers(first: Store, second: Store) -> None:
     """Make sure that both tiers belong to one run, and note it in both; to be called before anything is copied to `second`.
 
     AlreadyExistsError if `second` holds another run: their ids differ, or one has none yet and a checkpoint of `first` would
-    replace, or come before, one that another save put into `second`.
+    replace, or come before, one that another save put into `second`. CheckpointError if `second` is empty and `first` has had a
+    second tier: what is copied to a folder where no disk is mounted is hidden by the next mount, and gone from `first`.
     """
     here, there = read_run_id(first), read_run_id(second)
     if here is not None and here == there:
         return
     if here is not None and there is not None:
         raise _other_run(first, second, f"its {RUN_ID} names another run")
+    if here is not None and not _attempts(second):
+        raise CheckpointError(
+            f"{second} is empty, but {first} has had a second tier ({first.where(RUN_ID)}); nothing is copied there. Perhaps its "
+            f"disk is not mounted: mount it. To begin a new second tier there, copy {RUN_ID} into it first"
+        )
     if strange := _steps_of_others(first, second):
         raise _other_run(first, second, f"step {strange[-1]} there is not the one that this run saved")
     name = there or here or secrets.token_hex(8)
