@@ -41,7 +41,7 @@ from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers
 
 log = logging.getLogger(__name__)
 MAX_BEHIND = 2
-LONGEST_LOOK_S = 10.0
+LONGEST_LOOK_S, LONGEST_NOTE_S = 10.0, 30.0
 NOTHING, UNKNOWN = -1, -2  # in place of the newest step of a tier
 
 
@@ -265,16 +265,14 @@ class Mirror:
         if was_due == is_due and step not in self._unwritten:
             return
         try:
-            action = partial(self._write_list, done=set() if is_due else {step})
-            run_until(self._give_up_s, action, self._source, what=f"writing {UNMIRRORED}")
+            with self._file_lock:  # a save announces the next step while the copy of one ends
+                done = frozenset() if is_due else frozenset({step})
+                action = partial(mark_unmirrored, due=self._due - done, done=done)
+                run_until(min(self._give_up_s / 2, LONGEST_NOTE_S), action, self._source, what=f"writing {UNMIRRORED}")
             self._unwritten.discard(step)
         except Exception as error:  # noqa: BLE001  (this job knows it anyway)
             self._unwritten.add(step)
             log.warning("%s was not written and is tried again: %s", self._source.where(UNMIRRORED), error)
-
-    def _write_list(self, source: Store, *, done: set[int]) -> None:
-        with self._file_lock:  # a save announces the next step while the copy of one ends
-            mark_unmirrored(source, due=self._due - done, done=done)
 
     def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
         """Run `action` on the two stores; an error becomes a Failure for the other ranks."""
