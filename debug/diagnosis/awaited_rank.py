@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.diagnosis.advice import advice
+from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
@@ -220,8 +221,10 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
     if is_silent and (stopped_s > LATE_TICK_S or (stopped_s and (closed or timeouts))):
         return _ticks_stopped(stopped_s, is_closed=bool(closed), is_open=bool(timeouts))
     if closed and not timeouts:
-        text = "is gone: its peers' connections to it were closed"
-        return _Reason(verdict=VerdictKind.RANK_DIED, confidence=Basis.CONNECTIONS_CLOSED.confidence, text=text)
+        lost = loss_of(run, record)
+        return _Reason(
+            verdict=lost.verdict, subtype=lost.subtype, confidence=Basis.CONNECTIONS_CLOSED.confidence, text=lost.text
+        )  # fmt: skip
     if _had_exception(record):
         return _Reason(
             verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, confidence=Basis.DUMPED_FOR_EXCEPTION.confidence,

@@ -321,7 +321,7 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     if verdict.verdict == VerdictKind.STUCK_ON_CPU:
         where = verdict.evidence[0] if verdict.confidence == Basis.MAIN_STACK.confidence and verdict.evidence else None
         return (verdict.verdict, verdict.subtype, where.file, where.line) if where and where.file else None
-    if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.DEVICE) and verdict.file:
+    if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.DEVICE) and verdict.file:
         return verdict.subtype, verdict.file, verdict.line
     if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.evidence:  # without a traceback: by its text
         return verdict.subtype, verdict.evidence[0].text

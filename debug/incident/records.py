@@ -114,8 +114,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLog:
-    """What was recognized in a rank's own log; `tail` is its last lines, `last_step_line` where it last logged a step and
-    `done_line` that training is done (or 0)."""
+    """What was recognized in a rank's log. `tail`: its last lines; `last_step_line`, `done_line`: of its last step, its end."""
 
     source: str
     events: tuple[LogEvent, ...] = ()
@@ -126,6 +125,7 @@ class RankLog:
     done_line: int = 0
     last_time_s: float | None = None
     step_times: Mapping[int, float] = field(default_factory=dict)
+    error_end: str | None = None  # the last line of its standard error; None where that was not collected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import EARLIER, earlier_attempt, earlier_attempts
+from titan_ckpt.debug.read.log_names.pods import newest_starts
 from titan_ckpt.debug.read.several import TORCHRUN_NAMES, find_several
 from titan_ckpt.errors import NotFoundError
 from titan_ckpt.parsing.unpacking import PACKED, unpacked
@@ -94,7 +95,8 @@ def _chosen(store: Store, incidents: Sequence[str], wanted: str | None) -> str:
 
 
 def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]:
-    """Every file of the incident, sorted by path; of torchrun's attempts only the last, for the earlier ones are history."""
+    """Every file of the incident, sorted by path; of torchrun's attempts and of a container's starts only the last, for the
+    earlier ones are history."""
     found: list[EvidenceFile] = []
     for folder in folders.folders:
         for entry in store.list(folder):
@@ -102,8 +104,13 @@ def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]
                 continue
             found.append(_evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
-                return _of_last_attempts(found)
-    return _of_last_attempts(found)
+                return _newest(found)
+    return _newest(found)
+
+
+def _newest(files: list[EvidenceFile]) -> list[EvidenceFile]:
+    kept = newest_starts({file.path: file.modified_s for file in files})
+    return _of_last_attempts([file for file in files if file.path in kept])
 
 
 def _of_last_attempts(files: list[EvidenceFile]) -> list[EvidenceFile]:

@@ -18,7 +18,7 @@ from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent
 from titan_ckpt.debug.read.text.endings import Ending, Note
 from titan_ckpt.debug.read.text.host_lists import expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
-from titan_ckpt.debug.read.text.several_files import merge_logs
+from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
 from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of
 from titan_ckpt.debug.read.text.tasks import tasks_of
 
@@ -56,7 +56,8 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
             by_rank[rank] = [Stream(source=text.source, rank=rank)]
         for rank, streams in by_rank.items():
             if rank >= 0:
-                ranks[rank].append(merged_log(streams, rank))
+                log = merged_log(streams, rank)
+                ranks[rank].append(with_error_end(log, is_console=text.endings.is_elastic))
             else:
                 job.append(merged_log(streams, -1))
         _take_notes(text, who, ranks, job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -84,6 +85,7 @@ def open_run(
         together = MOST_OPERATIONS // max(keep, 1)
         for start in range(0, len(tails), together):
             _read_tails(evidence, tails[start : start + together], keep)
+        evidence.archives = [file.path for file in found if file.path.endswith(ARCHIVES)]
         rest = (file for file in found if not (keep and file.path.endswith(".box")))
         _read_all(evidence, sorted(rest, key=_reading_order))
         if not evidence.num_evidence:
@@ -96,6 +98,7 @@ def open_run(
         return assemble(evidence, place.incident, place.incidents)
 
 
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 _ONE = IncidentFolders(incident="", folders=("",), incidents=())
 
 
@@ -119,6 +122,8 @@ def _nothing(store: Store, evidence: RunEvidence, folders: tuple[str, ...]) -> T
             f"{store}: nothing readable: {len(evidence.flags)} damaged files, first: {first.source}: {first.text}"
         )
     where = ", ".join(folder or "the folder itself" for folder in folders) or "no debug/ or logs/ folder"
+    if evidence.archives:
+        return NotFoundError(f"{store}: nothing but the archive {evidence.archives[0]}: unpack it, and give its folder")
     return NotFoundError(
         f"{store}: no dump, stack, black box or log found ({where}). Give a run's URL, a folder of Flight Recorder dumps "
         "(TORCH_NCCL_DEBUG_INFO_TEMP_FILE names it), or a folder of logs"
@@ -192,6 +197,9 @@ def _flag(evidence: RunEvidence, file: EvidenceFile, error: Exception) -> None:
     evidence.flag(name, text, file.path, file.rank)
 
 
+_LIST_OF_OBJECTS = re.compile(rb"\s{0,100}\[\s{0,100}\{\s{0,100}[\"}]")
+
+
 def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.suffix == ".svg" or not data:
         if file.rank is not None and not data and file.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
@@ -203,11 +211,7 @@ def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         _take_box(evidence, file, evidence.boxes.parse(data, file.path))
     elif looks_like_pickle(data[:2]):
         _take_dump(evidence, file, data)
-    elif (
-        file.suffix == ".json"
-        or data[:1] == b"{"
-        or (data[:4096].lstrip()[:1] == b"[" and b'"thread_id"' in data[:4096])
-    ):
+    elif file.suffix == ".json" or data[:1] == b"{" or _LIST_OF_OBJECTS.match(data[:4096]):
         _take_json(evidence, file, data)
     elif file.suffix in (".pickle", ".pkl") or (
         file.suffix == "" and b"\0" in data[:4096] and file.last_number is not None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import earlier_attempt
+from titan_ckpt.debug.read.log_names.pods import are_pods
 from titan_ckpt.store.base import ObjectInfo, Store
 
 SNIFFED_BYTES = 64 << 10
@@ -52,7 +53,7 @@ def _incidents(store: Store, folder: str, files: Sequence[ObjectInfo]) -> list[s
         name, slash, _ = file.path[begin:].partition("/")
         inside[name if slash else ""].append(file)
     own = inside.pop("", [])
-    if not inside or any(re.match(r"attempt_\d|step-\d", name) for name in inside):
+    if not inside or are_pods(inside) or any(re.match(r"attempt_\d|step-\d", name) for name in inside):
         return [folder]
     found = {name: _incidents(store, f"{folder}/{name}" if folder else name, part) for name, part in inside.items()}
     if any(len(part) > 1 for part in found.values()) or _repeat_each_other(store, inside):

@@ -12,6 +12,8 @@ from titan_ckpt.debug.incident.kinds import FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
+from titan_ckpt.debug.read.log_names.numbers import name_ranks
+from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
 from titan_ckpt.debug.read.reports.gpu_state import is_gpu_state, read_gpu_state
 from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read_inspector
@@ -192,7 +194,8 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
 
 def _writer(file: EvidenceFile) -> Writer:
     if file.rank is None:
-        return NOBODY
+        pod = pod_log(file.path)
+        return ("host", pod.name, 0) if pod else NOBODY
     return ("local", f"{file.host_folder}|", file.rank) if file.host_folder else ("rank", "", file.rank)
 
 
@@ -204,6 +207,8 @@ def finish_texts(evidence: RunEvidence) -> None:
         if pid:
             pids[pid] = rank
     _forget_earlier_attempts(evidence.texts)
+    if not evidence.ranks:
+        name_ranks(evidence.texts)
     texts = [*evidence.texts, *compared(evidence.progress)]
     logs = combine(texts, pids)
     for rank, found in logs.ranks.items():

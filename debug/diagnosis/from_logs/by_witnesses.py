@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from signal import SIGKILL, SIGTERM
+from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.advice import advice
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, said, waited_in
+from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first, heeded_sigterm, loss_of
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, logged_on, signal_of
@@ -186,22 +187,10 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
         text = "logged that it was done, while the others waited for it"
         return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
     if not is_on_cpu and saw_peers_close(run) and not saw_timeouts(run) and not has_other_death(run, rank):
-        if record.exit is None and any(other.exit for other in run.ranks.values()):
-            text = (
-                "ended while the others waited for it: their connections to it closed, and no failure of it is listed"
-            )
-            return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
-        if _heeded_sigterm(record):
-            text = (
-                "left its process group while the others waited for it: their connections to it closed, and it ended "
-                "only when its launcher told it to"
-            )
-            return _Suspicion(verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.FINISHED_EARLY, text=text)
-        text = "is gone: its peers' connections to it were closed, and its log just ends"
-        if record.exit and _ended_first(run, record):
-            text += f"; it ended first, with exit code {record.exit.code}"
-        return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=state.detail, text=text)
-    if not is_on_cpu and not _heeded_sigterm(record) and _fell_silent(run, rank, witnesses):
+        lost = loss_of(run, record)
+        subtype = lost.subtype or state.detail
+        return _Suspicion(verdict=lost.verdict, subtype=subtype, text=lost.text)
+    if not is_on_cpu and not heeded_sigterm(record) and _fell_silent(run, rank, witnesses):
         text = "is frozen: the others' monitors went on logging, its log just ends"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, subtype=state.detail, text=text)
     return _Suspicion(
@@ -265,7 +254,7 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
         return False
     if any("enqueued" in event.values for event in record.events if event.kind == EventKind.HEARTBEAT):
         return False  # how far it came is known, so its silence says nothing more
-    if _ended_first(run, record):
+    if ended_first(run, record):
         return True
     return not (is_closed and _went_on_logging(run, record))
 
@@ -283,15 +272,6 @@ def _was_ended_at_work(run: Run, record: RankRecord) -> bool:
         return any(event.kind == EventKind.CANCELLED for event in ended)
     longest_s = max(after - before for before, after in pairwise(steps))
     return told_s - steps[-1] < max(LEAST_STANDSTILL_S, TIMES_LONGEST_GAP * longest_s)
-
-
-def _ended_first(run: Run, record: RankRecord) -> bool:
-    """Whether a rank ended by itself, with an error code, before all others."""
-    ended = record.exit
-    if ended is None or ended.code <= 0 or ended.was_told or signal_of(ended.code):
-        return False
-    times = [other.exit.time_s for other in run.ranks.values() if other.exit and other.exit.time_s is not None]
-    return ended.is_first or (ended.time_s is not None and ended.time_s == min(times))
 
 
 def _went_on_logging(run: Run, record: RankRecord) -> bool:
@@ -312,12 +292,7 @@ def _fell_silent(run: Run, rank: int, witnesses: Sequence[int]) -> bool:
 def _was_cut_off(record: RankRecord, state: Situation) -> bool:
     """Whether a launcher ended a rank that shows nothing of its own: it may have waited as well, and not come to say so."""
     is_silent = state.kind in (RankState.UNKNOWN, RankState.SILENT)
-    return is_silent and _heeded_sigterm(record) and not busy_by_log(record)
-
-
-def _heeded_sigterm(record: RankRecord) -> bool:
-    """Whether SIGTERM ended it, which a process that does not run never hears."""
-    return record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == SIGTERM
+    return is_silent and heeded_sigterm(record) and not busy_by_log(record)
 
 
 def _needed_sigkill(record: RankRecord) -> bool:

@@ -37,7 +37,7 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
         return
     common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
     culprits = tuple(rank for rank, place in places.items() if place and place != common)
-    if not common or not culprits:
+    if not common or not culprits or _are_of_other_groups([*calls.values()]):
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
@@ -71,6 +71,18 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
             "with the recorder on, or with dumps, this would be certain",
         ),
     )
+
+
+MOST_APART = 100
+
+
+def _are_of_other_groups(calls: Sequence[str]) -> bool:
+    """Whether watchdogs give one operation numbers so far apart that they count in groups of their own: in one group nobody
+    completes what another has not issued."""
+    numbers = [
+        int(number) for _, hash_, number in (call.partition(" #") for call in calls) if hash_ and number.isdigit()
+    ]
+    return len({*map(_bare, calls)}) == 1 and len(numbers) == len(calls) and max(numbers) - min(numbers) > MOST_APART
 
 
 def _awaits_key(run: Run, culprits: tuple[int, ...], key: str, first: Situation, other: Situation) -> Verdict:

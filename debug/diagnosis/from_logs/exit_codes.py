@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
+from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
 from titan_ckpt.debug.incident.busy_with import last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
 
 UNCAUGHT = 1  # how Python ends for any uncaught exception: a victim's, too
@@ -28,6 +30,8 @@ def by_exit_codes(run: Run) -> Iterator[Verdict]:
     has_trouble = any(event.kind not in _NO_TROUBLE for log in logs for event in log.events)
     if not first or has_trouble or any(_was_killed(record) for record in run.ranks.values()):
         return
+    if any(map(_ended_for_a_hang, first)):
+        return
     code = first[0].exit.code if first[0].exit else 0
     is_shown = _would_show(run, first)
     if code == UNCAUGHT and not is_shown:
@@ -41,6 +45,28 @@ def _ended_itself(record: RankRecord) -> bool:
     return ended is not None and ended.code > 0 and not ended.was_told and not signal_of(ended.code)
 
 
+# What a program's own watchdog or handler says as it ends a rank that waited for others.
+_HANG = re.compile(
+    r"tim(?:ed?[ _-]?out|eout)|watchdog|no progress|\bhang|\bhung\b|stall|stuck|heartbeat|\bpeers?\b|other ranks?|\bnccl\b",
+    re.I,
+)
+LAST_LINES = 3
+
+
+def _ended_for_a_hang(record: RankRecord) -> bool:
+    """Whether its last words speak of a hang, or it said nothing after a standstill: it may have waited, and left for that."""
+    log = record.log
+    if log is None:
+        return False
+    if any(_HANG.search(line) for line in (*log.tail[-LAST_LINES:], log.error_end or "")):
+        return True
+    ended_s, steps = record.exit.time_s if record.exit else None, sorted(log.step_times.values())
+    if log.error_end or ended_s is None or len(steps) < 2:
+        return False
+    longest_s = max(after - before for before, after in pairwise(steps))
+    return ended_s - steps[-1] > max(LEAST_STANDSTILL_S, TIMES_LONGEST_GAP * longest_s)
+
+
 def _was_killed(record: RankRecord) -> bool:
     return record.exit is not None and bool(signal_of(record.exit.code)) and not record.exit.was_told
 
@@ -48,9 +74,11 @@ def _was_killed(record: RankRecord) -> bool:
 def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
     """Whether the text at hand would hold the traceback of an exception: the rank's own lines, or a console that all write to."""
     is_elastic = run.launcher is not None and run.launcher.code is not None
-    lines = run.job_log.tail if run.job_log is not None and not is_elastic else ()
+    if is_elastic:
+        return all(record.log is not None and record.log.error_end is not None for record in first)
+    lines = run.job_log.tail if run.job_log is not None else ()
     is_console = any(line.strip() and not _LAUNCHERS.match(line) for line in lines)
-    return is_console or (not is_elastic and all(record.log is not None and record.log.tail for record in first))
+    return is_console or all(record.log is not None and record.log.tail for record in first)
 
 
 def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) -> Verdict:
@@ -62,11 +90,12 @@ def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) 
         if record.exit
         for item in (
             Evidence(text=f"exit code {code}, before the others", rank=record.rank, source=record.exit.source),
+            *_error_end(record),
             *last_words(record),
         )
     ]
     return Verdict(
-        verdict=VerdictKind.RANK_DIED, culprits=ranks, victims=victims, step=run.step_of(ranks[0]),
+        verdict=VerdictKind.RANK_DIED, subtype=Subtype.EXIT_CODE, culprits=ranks, victims=victims, step=run.step_of(ranks[0]),
         confidence=basis.confidence,
         headline=f"{rank_list(ranks)} died: ended by {'itself' if len(ranks) == 1 else 'themselves'} with exit code {code}, and "
         "nothing shows an exception, a signal or the trouble of a peer",
@@ -76,3 +105,10 @@ def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) 
             "read the end of that rank's output, which may go to another file than the one given here",
         ),
     )  # fmt: skip
+
+
+def _error_end(record: RankRecord) -> Iterator[Evidence]:
+    """What it wrote last to its standard error: `sys.exit(text)` writes that text."""
+    if record.log is not None and record.log.error_end:
+        text = f"last line of its standard error: {record.log.error_end[:160]}"
+        yield Evidence(text=text, rank=record.rank)

@@ -1,14 +1,15 @@
-"""JSON documents that hold text of logs: torchelastic's error files, and entries that cloud services export.
+"""JSON documents that hold text of logs: torchelastic's error files, entries that cloud services export, and pods.
 
 Formats: torch/distributed/elastic/multiprocessing/errors/error_handler.py (`TORCHELASTIC_ERROR_FILE`: `message.message`,
 `message.extraInfo.py_callstack`; `message` is a text where an agent wrote it); `gcloud logging read --format=json` (a list of
-LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`).
+LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`);
+`kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _TIMES = ("timestamp", "time", "__REALTIME_TIMESTAMP")
@@ -19,6 +20,8 @@ def quoted_lines(value: Any) -> list[str] | None:
     """The lines that a document holds, the oldest first; None if it is none of these."""
     if isinstance(value, dict) and isinstance(value.get("message"), dict | str) and set(value) <= _ERROR_FILE:
         return _error(value["message"])
+    if (pods := _pods(value)) is not None:
+        return pods
     entries = value.get("events") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
@@ -35,6 +38,41 @@ def _error(message: Mapping[str, Any] | str) -> list[str] | None:
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
     text = stack if isinstance(stack, str) and stack.strip() else message.get("message")
     return text.splitlines() if isinstance(text, str) else None
+
+
+def _pods(value: Any) -> list[str] | None:
+    """What `kubectl describe pod` says of each pod of the document; None if it holds no pod."""
+    is_list = isinstance(value, dict) and value.get("kind") in ("List", "PodList")
+    items = value.get("items") if is_list else [value]
+    pods = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    named = [pod for pod in pods if pod.get("kind") == "Pod" and isinstance(_inside(pod, "metadata").get("name"), str)]
+    return [line for pod in named for line in _described(pod)] if named else None
+
+
+def _described(pod: Mapping[str, Any]) -> Iterator[str]:
+    status = _inside(pod, "status")
+    yield f"Name:  {_inside(pod, 'metadata')['name']}"
+    ends = [_ended(one) for one in status.get("containerStatuses") or () if isinstance(one, dict)]
+    for end in ends if any(ends) else [status]:
+        yield from (
+            f"{name}:  {end[key]}" for name, key in (("Reason", "reason"), ("Exit Code", "exitCode")) if key in end
+        )
+    for container in _inside(pod, "spec").get("containers") or ():
+        limits = _inside(_inside(container, "resources"), "limits")
+        yield from (f"{name}:  {count}" for name, count in limits.items() if name.endswith("/gpu"))
+        env = [one for one in container.get("env") or () if isinstance(one, dict)]
+        yield from (f"{one.get('name')}:  {one['value']}" for one in env if one.get("value"))
+
+
+def _ended(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How a container ended, now or before it was started again; {} if it runs."""
+    states = (_inside(_inside(status, key), "terminated") for key in ("state", "lastState"))
+    return next(filter(None, states), {})
+
+
+def _inside(value: Any, key: str) -> Mapping[str, Any]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _is_entry(entry: Any) -> bool:

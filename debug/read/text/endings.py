@@ -299,7 +299,8 @@ class Endings:
                 self._note(EventKind.KILLED, number, text, host=match["pod"], cause=cause)
         elif "OOMKilled" in text or "evicted" in text or "Evicted" in text:
             host = line.host or self.pod.name
-            self._note(EventKind.KILLED, number, text, host=host, cause="evicted" if "victed" in text else "oom")
+            cause = "evicted" if "victed" in text else "oom"
+            self._note(EventKind.KILLED, number, self.pod.named(text), host=host, cause=cause)
         elif "NodeNotReady" in text or "node is not ready" in text:
             self._note(EventKind.NODE_LOST, number, text, host=line.host)
         elif ("preempt" in text.lower() or "nterruption" in text) and _PREEMPTED.search(text):

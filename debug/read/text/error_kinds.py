@@ -70,6 +70,11 @@ _COMM_WORDS = (
     "monitoredBarrier",
 )
 _SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
+# Libraries with connections of their own, by the modules of their exceptions.
+_CLIENTS = re.compile(
+    r"\s*(?:requests|urllib3|urllib\.error|http\.client|httpx|httpcore|aiohttp|botocore|aiobotocore|google|azure|grpc|redis|pymongo"
+    r"|psycopg2?|sqlalchemy|paramiko|huggingface_hub|wandb|mlflow|kafka|fsspec|s3fs|ssl)\.[\w.]{1,100}(?::|$)"
+)
 _OF_PROGRAM = (
     "device-side assert", "illegal memory access", "misaligned address", "illegal instruction", "invalid device ordinal",
     "invalid device function", "no kernel image", "invalid program counter", "invalid configuration argument",
@@ -121,7 +126,7 @@ def kind_of_error(text: str, *, is_torch: bool = True) -> EventKind:
     if _ARGUMENT.search(text):
         return EventKind.EXCEPTION
     is_comm = has_any(text, _COMM_WORDS)
-    if not is_torch and not is_comm and text.lstrip().startswith(_SOCKET_ERRORS):
+    if not is_torch and not is_comm and (text.lstrip().startswith(_SOCKET_ERRORS) or _CLIENTS.match(text)):
         return EventKind.EXCEPTION
     if has_any(text, OOM_WORDS):
         return EventKind.OOM

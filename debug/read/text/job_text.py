@@ -38,6 +38,7 @@ class JobText:
     shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
     weak: tuple[str, ...] = ()
     num_lines: int = 0
+    began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
@@ -46,6 +47,8 @@ class JobText:
     def take(self, number: int, line: Line) -> None:
         """Account for one written line, its prefixes taken off."""
         self.num_lines += 1
+        if self.began_s is None:
+            self.began_s = line.time_s
         writer = self._writer(line)
         if writer[0] != "rank" and "ank" in line.text:
             writer = self._named_inside(line, writer)

@@ -27,6 +27,10 @@ class PodDescription:
         """The finding in words."""
         return f"{self.name}: {self.reason}"
 
+    def named(self, text: str) -> str:
+        """A line of the description, with the pod that it describes."""
+        return f"{self.name}: {text.strip()}" if self.name and self.name not in text else text
+
     def take(self, text: str) -> int | None:
         """Account for one line; the rank that was ended, where this line completes what is to be known of it."""
         match = _FIELD.match(text)

@@ -119,6 +119,13 @@ _PAREN: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     (" pid=", re.compile(rf"\((?:EngineCore_\w{{1,20}} |APIServer )?(?:Vllm)?Worker_TP{_N} pid=\d{{1,9}}\) ?"), _rank),
     ("=", re.compile(r"\((?P<fields>[^()]{0,200}\b(?:pid|ip|rank)=[^()]{0,200})\) ?"), _fields),
 )
+_PIPE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (  # fields of loguru and logging, between bars
+    (
+        "rank",
+        re.compile(rf"\| {{0,4}}(?:[A-Z]{{4,8}} {{0,4}}\| {{0,4}})?(?:global_)?rank ?[=:] ?{_N} {{0,4}}\| ?"),
+        _rank,
+    ),
+)
 _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
     (
@@ -182,6 +189,8 @@ def _layer(head: str, found: Line, weak: Sequence[str], year: int) -> tuple[int,
         rules = _BRACKET
     elif first == "(":
         rules = _PAREN
+    elif first == "|":
+        rules = _PIPE
     elif first.isalnum():
         rules = _WORD
     elif first == " " and weak:

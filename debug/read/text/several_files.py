@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import Exit, LogEvent, RankLog
@@ -31,7 +33,18 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
         done_line=max((log.done_line for log in known if log.source == last.source), default=0),
         last_time_s=last.last_time_s,
         step_times=times,
+        error_end=max((log.error_end for log in known if log.error_end is not None), key=bool, default=None),
     )
+
+
+def with_error_end(log: RankLog, *, is_console: bool) -> RankLog:
+    """The log with the end of its standard error, if that is what the file holds; a launcher's console does."""
+    if not is_console and not _ERRORS.search(log.source):
+        return log
+    return replace(log, error_end=log.tail[-1].strip() if log.tail else "")
+
+
+_ERRORS = re.compile(r"stderr[^/]*$|\.err(?:\.gz|\.zst)?$")
 
 
 def _distinct(logs: Sequence[RankLog]) -> list[LogEvent]:

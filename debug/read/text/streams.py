@@ -251,6 +251,7 @@ class Stream:
             if is_told and self._ended_in(frame, values["type"]):
                 return
             values = {**values, **self._of_traceback(kind)}
+            text = text if values.get("message") or "cause" not in values else f"{text.strip()} {values['cause']}"
         self.add(
             LogEvent(
                 kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,
@@ -302,6 +303,7 @@ class Stream:
                     box.append(replace(cause, values={**cause.values, "handled": "1"}))
                 elif _is_of_peers(cause) and not kind.is_communication:
                     box.append(cause)  # what a handler raised of it is no cause
+                values["cause"] = cause.text
                 values["causes"] = ", ".join(filter(None, (cause.values.get("causes"), cause.values["type"])))
         return values
 

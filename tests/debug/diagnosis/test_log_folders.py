@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.kinds import VerdictKind
 
@@ -133,3 +135,54 @@ def test_a_key_of_the_programs_own_names_no_rank(tmp_path: Path) -> None:
     top = diagnose(open_run(folder(tmp_path, {0: TIMED_OUT, 1: unset}, {0: 1, 1: 1})))[0]
     assert top.verdict != VerdictKind.PG_INIT_HANG
     assert 0 not in top.culprits
+
+
+EXITED = {"outer": "the validation set is empty\n", "empty": ""}
+
+
+@pytest.mark.parametrize("name", EXITED)
+def test_rank_that_left_by_sys_exit_is_named(tmp_path: Path, name: str) -> None:
+    top = diagnose(open_run(folder(tmp_path, {0: "", 1: EXITED[name], 2: "", 3: ""}, {1: 1, 3: -15})))[0]
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "exit_code", (1,))
+    assert any(EXITED[name].strip() in item.text for item in top.evidence)
+
+
+def test_exit_without_its_standard_error_is_nobodys(tmp_path: Path) -> None:
+    path = Path(folder(tmp_path, {0: "", 1: "", 2: "", 3: ""}, {1: 1, 3: -15}))
+    for log in path.rglob("stderr.log"):
+        log.unlink()
+    assert diagnose(open_run(path))[0].culprits == ()
+
+
+def test_exit_that_peers_felt_has_its_code(tmp_path: Path) -> None:
+    top = diagnose(open_run(folder(tmp_path, {0: CLOSED, 1: "no tokenizer\n", 2: CLOSED}, {1: 1, 0: 1, 2: 1})))[0]
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "exit_code", (1,))
+
+
+HANGS = ("watchdog: no progress for 600 s, leaving", "step timed out", "leaving, for other ranks have failed")
+
+
+@pytest.mark.parametrize("text", HANGS)
+def test_rank_that_leaves_a_hang_is_not_accused(tmp_path: Path, text: str) -> None:
+    top = diagnose(open_run(folder(tmp_path, {0: "", 1: f"{text}\n", 2: "", 3: ""}, {1: 1, 3: -15})))[0]
+    assert top.culprits == ()
+
+
+def test_silent_exit_after_a_standstill_is_not_accused(tmp_path: Path) -> None:
+    path = Path(folder(tmp_path, {0: "", 1: "", 2: "", 3: ""}, {1: 1, 3: -15}))
+    steps = "".join(f"2026-11-23 04:50:{step:02d} step {step}\n" for step in range(9))
+    for log in path.rglob("stdout.log"):
+        log.write_text(steps)
+    assert diagnose(open_run(path))[0].culprits == ()
+
+
+def test_error_without_words_has_those_of_its_cause(tmp_path: Path) -> None:
+    chained = CLOSED.splitlines()[0] + (
+        '\n[rank{rank}]:   File "/job/train.py", line 30, in <module>\n[rank{rank}]: ValueError: bad shard\n\n'
+        "[rank{rank}]: The above exception was the direct cause of the following exception:\n\n"
+        '[rank{rank}]: Traceback (most recent call last):\n[rank{rank}]:   File "/job/train.py", line 32, in <module>\n'
+        "[rank{rank}]: RuntimeError: \n[rank{rank}]:         Failed to run a stage\n"
+    )
+    top = diagnose(open_run(folder(tmp_path, {0: chained, 1: CLOSED}, {0: 1, 1: 1})))[0]
+    assert top.culprits == (0,)
+    assert "ValueError: bad shard" in top.evidence[0].text

@@ -10,8 +10,9 @@ import pytest
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.diagnosis.align import lanes
-from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _ended_first, _was_ended_at_work
+from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _was_ended_at_work
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
+from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable
 from titan_ckpt.debug.diagnosis.mismatches.meeting import Meeting, sides_at
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new
@@ -47,7 +48,7 @@ def run_of(*records: RankRecord, job_log: RankLog | None = None) -> Run:
     ],
 )
 def test_the_first_to_end_has_a_code_and_the_earliest_time(records: tuple[RankRecord, ...], is_first: bool) -> None:
-    assert _ended_first(run_of(*records), records[0]) == is_first
+    assert ended_first(run_of(*records), records[0]) == is_first
 
 
 def interrupt(time_s: float) -> LogEvent:

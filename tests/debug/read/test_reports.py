@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.debug.log_names.test_pods import OWN, PEER, first_verdict
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.frames import main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import LogEvent, Run
+from titan_ckpt.errors import NotFoundError
 
 
 def read(folder: Path, files: Mapping[str, str]) -> Run:
@@ -327,3 +329,45 @@ def test_ray_stack_is_read_as_pyspy(tmp_path: Path) -> None:
     frame = main_frame(run.ranks[0].stacks[0])
     assert frame is not None
     assert frame.place == "/job/train.py:31"
+
+
+# ------------------------------------------------------------------------------------------------------- documents
+
+
+def pod(worker: int, reason: str, env: dict[str, str]) -> dict[str, Any]:
+    return {
+        "kind": "Pod",
+        "metadata": {"name": f"fit-worker-{worker}"},
+        "spec": {"containers": [{"name": "fit", "env": [{"name": key, "value": value} for key, value in env.items()]}]},
+        "status": {"containerStatuses": [{"state": {"terminated": {"exitCode": 137, "reason": reason}}}]},
+    }
+
+
+def test_pods_as_json_name_the_rank_that_was_ended(tmp_path: Path) -> None:
+    items = [pod(worker, "OOMKilled" if worker == 2 else "Completed", {"RANK": str(worker)}) for worker in range(3)]
+    (tmp_path / "pods.json").write_text(json.dumps({"kind": "List", "items": items}))
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (2,))
+
+
+def test_pod_of_several_ranks_is_a_fact(tmp_path: Path) -> None:
+    (tmp_path / "pod.json").write_text(json.dumps(pod(1, "OOMKilled", {"PET_NPROC_PER_NODE": "8", "RANK": "1"})))
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert any("fit-worker-1" in item.text for item in top.evidence)
+
+
+def test_export_of_entries_is_read_under_any_name(tmp_path: Path) -> None:
+    entries = [
+        {"textPayload": f"[rank{rank}]: {line}", "timestamp": f"2026-11-25T01:20:1{n}Z"}
+        for n, (rank, text) in enumerate(((1, OWN), (0, PEER)))
+        for line in text.splitlines()
+    ]
+    (tmp_path / "fit.log").write_text(json.dumps(entries))
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
+def test_archive_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dumps.tar.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(NotFoundError, match=r"archive dumps\.tar\.gz: unpack it"):
+        open_run(tmp_path)

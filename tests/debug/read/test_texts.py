@@ -58,6 +58,7 @@ PREFIXES: dict[str, Callable[[str], str]] = {
     "logger": "2026-11-22 02:07:08,123 {}".format,
     "bracketed time": "[2026-11-22 02:07:08] {}".format,
     "syslog": "Nov 22 02:07:08 node3 kernel: {}".format,
+    "fields between bars": "2026-11-22 02:07:08 | ERROR | rank=3 | {}".format,
     "clock": "02:07:08 {}".format,
     "colour": "\x1b[36m{}\x1b[0m".format,
 }

@@ -1,0 +1,1 @@
+"""What the paths of logs say of their writers."""

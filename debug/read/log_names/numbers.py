@@ -1,0 +1,71 @@
+"""Logs whose names differ in one number alone, `0.log` to `3.log`: the number is the rank where they were written side by side.
+
+Names of that form are made by `srun --output=%t.log`, Azure ML (`std_log_process_00.txt`) and users' own loops. Rotated parts of
+one log and the attempts of one process have such names too, but follow each other in time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText
+from titan_ckpt.debug.read.text.streams import Stream
+
+MOST_TEXTS = 65_536
+_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d{1,6})(?P<after>(?:\.[A-Za-z]{1,8}){1,3})$")
+# Numbers of what may hold several ranks, or follow each other.
+_NO_RANKS = re.compile(
+    r"(?:node|host|machine|pod|attempt|try|restart|run|job|epoch|step|part|log)[._-]?$", re.IGNORECASE
+)
+
+
+def name_ranks(texts: Sequence[JobText]) -> None:
+    """Give the lines of numbered logs to the ranks of these numbers, where no name and no line says otherwise."""
+    if any(writer[0] in _PLACES for text in texts for writer in text.writers) or any(map(_is_launchers, texts)):
+        return
+    folders: defaultdict[str, defaultdict[str, dict[int, JobText]]] = defaultdict(lambda: defaultdict(dict))
+    for text in texts[:MOST_TEXTS]:
+        folder, _, name = text.source.rpartition("/")
+        match = _NUMBER.match(name)
+        if match is not None and not _NO_RANKS.search(match["before"]):
+            folders[folder][f"{match['before']}#{match['after']}"][int(match["number"])] = text
+    complete = [found for by_name in folders.values() for found in _complete(by_name)]
+    if len(complete) == 1 and _are_side_by_side(complete[0]):
+        for number, of_number in complete[0].items():
+            for text in of_number:
+                text.writers[("rank", "", number)] = text.writers.pop(NOBODY, Stream(source=text.source))
+
+
+_PLACES = ("rank", "local", "task", "node", "host", "pid")
+
+
+def _is_launchers(text: JobText) -> bool:
+    return text.endings.is_elastic or text.endings.has_launcher
+
+
+def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, list[JobText]]]:
+    """The logs of a folder by their number, if each form of name counts from 0 without a gap; [] else."""
+    found: defaultdict[int, list[JobText]] = defaultdict(list)
+    forms = [of_name for of_name in by_name.values() if len(of_name) > 1]
+    if not forms or any(set(of_name) != set(range(len(forms[0]))) for of_name in forms):
+        return []
+    for of_name in forms:
+        for number, text in of_name.items():
+            found[number].append(text)
+    return [dict(found)]
+
+
+def _are_side_by_side(logs: Mapping[int, Sequence[JobText]]) -> bool:
+    """Whether there was a moment at which all of these logs were written."""
+    spans = [_span(of_number) for of_number in logs.values()]
+    known = [span for span in spans if span is not None]
+    return len(known) == len(spans) and max(begin for begin, _ in known) < min(end for _, end in known)
+
+
+def _span(texts: Sequence[JobText]) -> tuple[float, float] | None:
+    """When the first and the last line with a time were written."""
+    begins = [text.began_s for text in texts if text.began_s is not None]
+    ends = [stream.time_s for text in texts for stream in text.writers.values() if stream.time_s is not None]
+    return (min(begins), max(ends)) if begins and ends else None

@@ -1,0 +1,42 @@
+"""Logs whose names differ in a number alone: ranks where they were written side by side, and nobody where they were not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.debug.log_names.test_pods import OWN, PEER, first_verdict
+
+
+def steps(minute: int) -> str:
+    return "".join(f"2026-11-25 01:{minute:02d}:{step:02d},123 INFO step {step}\n" for step in range(10))
+
+
+@pytest.mark.parametrize("name", ["{}.log", "slurm-812.{}.out", "std_log_process_{:02d}.txt", "fit_812_{}.out"])
+def test_number_of_a_log_is_its_rank(tmp_path: Path, name: str) -> None:
+    for number in range(4):
+        (tmp_path / name.format(number)).write_text(steps(10) + (OWN if number == 2 else PEER))
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
+
+
+def test_output_and_errors_are_of_one_rank(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.out").write_text(steps(10))
+        (tmp_path / f"{number}.err").write_text(OWN if number == 1 else PEER)
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
+def test_logs_that_follow_each_other_are_no_ranks(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.log").write_text(steps(10 + number) + (OWN if number == 2 else PEER))
+    assert first_verdict(tmp_path).culprits == ()
+
+
+@pytest.mark.parametrize("name", ["attempt_{}.log", "node{}.log", "{}.log"])
+def test_numbers_of_something_else_are_no_ranks(tmp_path: Path, name: str) -> None:
+    first = 1 if name == "{}.log" else 0
+    for number in range(first, first + 3):
+        (tmp_path / name.format(number)).write_text(steps(10) + (OWN if number == 2 else PEER))
+    assert first_verdict(tmp_path).culprits == ()
