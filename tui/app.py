@@ -81,8 +81,8 @@ class TitanApp(App[None]):
     ) -> None:
         super().__init__(driver_class=driver_class)
         self._colourless, self._ascii = ColourlessFilter(self.no_color), AsciiFilter(is_ascii_terminal())
-        for own in themes.OWN:
-            self.register_theme(own)
+        for each in themes.THEMES.values():
+            self.register_theme(each)
         self.theme = theme
         self.session = Session(content=content, clock=clock)
         self._loader = SessionLoader(self, self.session, self._on_loaded, self.show_status)

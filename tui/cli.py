@@ -56,7 +56,7 @@ def configure(parser: Parser) -> None:
         help="keys to press before the screenshot, for example 2,n,enter",
     )  # fmt: skip
     parser.add_argument(
-        "--theme", type=theme_name, choices=THEMES, metavar="NAME",
+        "--theme", type=theme_name, choices=(*SHORT, *THEMES), metavar="NAME",
         help=f"colours: {', '.join(SHORT)} or a theme of Textual, such as nord (default: what fits the terminal; "
         "dark for a screenshot)",
     )  # fmt: skip

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from collections.abc import Sequence
 
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from textual.pilot import Pilot
 
 from titan_ckpt.console.picture import check_picture, check_svg, write_picture
@@ -40,8 +43,21 @@ async def _take(app: TitanApp, size: tuple[int, int], steps: Sequence[Sequence[s
                 await pilot.press(key)
                 await settled(app, pilot)
             # The template links fonts on a public server; the file must look the same offline.
-            found.append(_FONT_FACES.sub("", app.export_screenshot(title="titan-ckpt tui")))
+            found.append(_FONT_FACES.sub("", _export(app, size)))
     return found
+
+
+def _export(app: TitanApp, size: tuple[int, int]) -> str:
+    """The screen as SVG. Textual draws a terminal's own colours as those of a dark one; a light theme gets a light one's."""
+    theme, title = app.current_theme, "titan-ckpt tui"
+    if theme.dark or not (theme.ansi or app.no_color):
+        return app.export_screenshot(title=title)
+    console = Console(
+        width=size[0], height=size[1], file=io.StringIO(), force_terminal=True, color_system="truecolor", record=True,
+        legacy_windows=False, safe_box=False,
+    )  # fmt: skip
+    console.print(app.screen._compositor.render_update(full=True))  # as Textual's own export does
+    return console.export_svg(title=title, theme=DEFAULT_TERMINAL_THEME)
 
 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:

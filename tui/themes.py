@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
+from textual.color import Color
 from textual.theme import BUILTIN_THEMES, Theme
+
+from titan_ckpt.tui.widgets.looks import edge_of, raised_of, readable
 
 # Vermilion, yellow, sky blue, reddish purple and bluish green: hues of the Okabe-Ito palette, safe for colour-blind readers.
 DARK = Theme(
@@ -34,8 +38,19 @@ LIGHT = Theme(
     panel="#e4eaf0",
     dark=False,
 )
-OWN = (DARK, LIGHT)
-THEMES: Mapping[str, Theme] = {**{theme.name: theme for theme in OWN}, **BUILTIN_THEMES}
+
+
+def _with_readable_text(theme: Theme) -> Theme:
+    """The theme with text that stands out from the line under the cursor too, as every role does."""
+    if theme.ansi:
+        return theme
+    ink = Color.parse(theme.foreground or ("#e0e0e0" if theme.dark else "#202020"))
+    return replace(theme, foreground=readable(ink, raised_of(theme), edge_of(theme)).hex6)
+
+
+THEMES: Mapping[str, Theme] = {
+    theme.name: _with_readable_text(theme) for theme in (DARK, LIGHT, *BUILTIN_THEMES.values())
+}
 SHORT: Mapping[str, str] = {"dark": DARK.name, "light": LIGHT.name}
 
 

@@ -153,7 +153,7 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
         config = {key: value for key, value in config.items() if key != SETTINGS}
         dtype = declared_dtype(config, store.where(CONFIG))
         store, weights = _unpacked(store, weights, packing, dtype if dtype in ROUND else "bfloat16")
-        assets[CONFIG] = encode_config(config)
+        assets[CONFIG] = _without_key(assets[CONFIG], SETTINGS, store.where(CONFIG))
         dropped[f"{CONFIG}: {SETTINGS}"] = f"weights of {packing.name} are read as plain numbers"
     others = {name: why_left_out(name) for name in sorted(found) if _is_left_out(name, weights.files)}
     model = HfModel(
@@ -167,7 +167,18 @@ def open_hf(url: StrPath, *, store: Store | None = None) -> HfModel:
         metadata=weights.metadata,
         left_out=others | dropped,
     )
-    return replace(model, shares_ends=_shares_ends(model))
+    return model if _shares_ends(model) else _without_prediction(model)
+
+
+def _without_key(settings: bytes, key: str, where: str) -> bytes:
+    """A carried config.json without one more key."""
+    return encode_config({name: value for name, value in parse_config(settings, where).items() if name != key})
+
+
+def _without_prediction(model: HfModel) -> HfModel:
+    """The model without modules that predict further tokens; the config.json that is carried does not name them either."""
+    settings = parse_config(model.assets[CONFIG], model.store.where(CONFIG)) | {PREDICTION_KEY: 0}
+    return replace(model, shares_ends=False, assets={**model.assets, CONFIG: encode_config(settings)})
 
 
 def _shares_ends(model: HfModel) -> bool:
@@ -184,7 +195,8 @@ def _shares_ends(model: HfModel) -> bool:
 def differing_copies(model: HfModel, *, is_of_model: bool) -> list[tuple[str, str]]:
     """Tensors whose bytes differ from the one that they are a copy of, each with that one.
 
-    `is_of_model`: the tied head, which is a part of the model itself; else those of modules that predict further tokens.
+    `is_of_model`: the tied head, which is a part of the model itself; else those of modules that predict further tokens. Those
+    that were equal when they were exported are no others today but damaged, which an import and `verify` tell.
     """
     pairs = {
         name: original
@@ -192,7 +204,14 @@ def differing_copies(model: HfModel, *, is_of_model: bool) -> list[tuple[str, st
         if name in model.tensors and original in model.tensors and (name == HEAD) == is_of_model
     }
     digests = tensor_digests(model.source, model.store, {*pairs, *pairs.values()})
-    return [(name, original) for name, original in pairs.items() if digests[name] != digests[original]]
+    differing = [(name, original) for name, original in pairs.items() if digests[name] != digests[original]]
+    return [pair for pair in differing if not _were_equal(model, *pair)]
+
+
+def _were_equal(model: HfModel, name: str, original: str) -> bool:
+    """Whether two tensors had the same bytes when the model was exported, by the digests beside it."""
+    recorded = model.checked_source.tensors
+    return recorded[name].digests is not None and recorded[name].digests == recorded[original].digests
 
 
 def _read_assets(store: Store, found: Mapping[str, int]) -> dict[str, bytes]:

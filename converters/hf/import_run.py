@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
@@ -14,7 +16,8 @@ from titan_ckpt.converters.hf.checkpoint import check_tied_head
 from titan_ckpt.converters.hf.digests import DIGESTS, REMEDY, check_headers
 from titan_ckpt.converters.hf.folder import HfModel, open_hf
 from titan_ckpt.converters.hf.import_plan import ImportPlan, import_manifest, plan_import, state_paths
-from titan_ckpt.converters.hf.stream import OnBytes, stream
+from titan_ckpt.converters.hf.stream import OnBytes, stream, tensor_digests
+from titan_ckpt.converters.models.families import copies
 from titan_ckpt.converters.models.tensor_names import TITAN
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, StoreError, TitanError
 from titan_ckpt.format.commit import find_commit, found_before
@@ -101,10 +104,17 @@ def _may_be_committed(plan: ImportPlan, store: Store) -> bool:
 def _stream(plan: ImportPlan, store: Store, on_progress: OnBytes | None) -> list[FileResult]:
     """Write the data files; DamagedError if a tensor is not the one that was exported."""
     model = plan.model
-    try:
+    with _explained(model):
         return stream(
             model.checked_source, model.store, store, plan.files, is_file_digested=True, on_progress=on_progress
         )
+
+
+@contextmanager
+def _explained(model: HfModel) -> Iterator[None]:
+    """A tensor that is not the one that was exported: say where that is recorded."""
+    try:
+        yield
     except DamagedError as error:
         if not model.store.exists(DIGESTS):
             raise
@@ -121,6 +131,14 @@ def check_import(plan: ImportPlan, url: str) -> None:
     _check_space(store, plan)
     check_headers(plan.model.store)
     check_tied_head(plan.model)
+    _check_copies(plan.model)
+
+
+def _check_copies(model: HfModel) -> None:
+    """Compare copies of the embedding and the head, which are not written, with the record; DamagedError as of other tensors."""
+    if model.store.exists(DIGESTS):
+        with _explained(model):
+            tensor_digests(model.checked_source, model.store, copies(model.spec).keys() & model.tensors.keys())
 
 
 def _check_space(store: Store, plan: ImportPlan) -> None:

@@ -136,6 +136,18 @@ def test_packed_folder_is_imported_as_the_plain_model(tmp_path: Path, family: st
 
 
 @pytest.mark.parametrize("family", MAKERS)
+def test_keys_that_are_not_carried_are_not_in_a_packed_import(tmp_path: Path, family: str) -> None:
+    of, packed, _ = MAKERS[family]()
+    token = "hf_" + "a1B2" * 8
+    write_model(tmp_path / "model", of | {"auto_map": {"AutoModel": "own.Code"}, "token": token}, packed)
+    model = open_hf(str(tmp_path / "model"))
+    import_hf(model, str(tmp_path / "run"))
+    kept = open_checkpoint(str(tmp_path / "run")).asset("config.json").decode()
+    assert "config.json: auto_map" in model.left_out
+    assert not any(text in kept for text in ("auto_map", token, "quantization_config"))
+
+
+@pytest.mark.parametrize("family", MAKERS)
 def test_any_range_of_a_packed_tensor_can_be_read(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     of, stored, plain = MAKERS[family]()
     monkeypatch.setattr(store, "AT_ONCE", 100)  # a few rows at a time

@@ -94,3 +94,36 @@ def test_a_run_may_leave_them_out_and_says_so(
     out = open_hf(str(tmp_path / "out"))
     assert out.config["num_nextn_predict_layers"] == 0
     assert out.left_out_tensors == []
+
+
+def copied(folder: Path, to: Path, change: str) -> Path:
+    """An export of the model with one bit of `change` flipped."""
+    assert main(["convert", "to-hf", str(folder / "model"), str(to)]) == 0
+    place = open_hf(str(to)).tensors[change].offset
+    data = bytearray((to / "model.safetensors").read_bytes())
+    data[place] ^= 1
+    (to / "model.safetensors").write_bytes(data)
+    return to
+
+
+@pytest.mark.parametrize("name", [COPY, HEAD_COPY])
+def test_a_damaged_copy_is_called_damaged(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """By the record of the export it was equal: it is no other weight, for which the modules would be left out."""
+    model = copied(folder, tmp_path / "out", name)
+    assert main(["convert", "from-hf", str(model), str(tmp_path / "run")]) == 3
+    assert f"{name}: the" in capsys.readouterr().err
+    assert main(["verify", "--data", str(model)]) == 1
+    assert f"{name}: bytes" in capsys.readouterr().out
+    assert "are left out" not in caplog.text
+    assert open_hf(str(model)).left_out_tensors == []
+
+
+def test_config_does_not_name_modules_that_are_left_out(tmp_path: Path) -> None:
+    of = config("deepseek_v3", num_nextn_predict_layers=1, vocab_size=320)
+    content = tensors(of)
+    write_model(tmp_path / "model", of, content | {COPY: content[EMBEDDING] + 1})
+    assert main(["convert", "from-hf", str(tmp_path / "model"), str(tmp_path / "run")]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert open_hf(str(tmp_path / "out")).config["num_nextn_predict_layers"] == 0

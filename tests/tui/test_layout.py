@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.cli.main import main
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.pictures.curves import with_unit
@@ -10,7 +15,7 @@ from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens.incidents import Judged, incident_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.part import PartView
-from tools.paths import INCIDENTS
+from tools.paths import DATA, INCIDENTS
 
 
 def grid_app() -> TitanApp:
@@ -58,3 +63,28 @@ def test_values_have_the_unit_that_their_name_tells() -> None:
     assert {title: with_unit(title, 3.79e6) for title in shown} == shown
     assert with_unit("data wait, s", 2.6e-4) == "0.26 ms"
     assert with_unit("checkpoint stall, s (save_stall_s)", float("nan")) == "-"
+
+
+async def test_the_grid_marks_the_ends_beyond_which_there_is_more() -> None:
+    app = TitanApp(find_content(str(DATA / "run")), first_screen=2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        axis = screen_text(app).splitlines()[4]
+        assert "‹ #10 " in axis
+        assert "›" not in axis
+        await press(app, pilot, "less_than_sign")
+        axis = screen_text(app).splitlines()[4]
+        assert "‹" not in axis
+        assert axis.split()[-2:] == ["#51", "›"]
+
+
+def test_a_light_theme_of_the_terminals_colours_is_drawn_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def picture(theme: str) -> str:
+        path = tmp_path / f"{theme}.svg"
+        assert main(["tui", str(DATA / "run"), "--theme", theme, "--screenshot", str(path)]) == 0
+        return path.read_text()
+
+    assert 'fill="#ffffff"' in picture("ansi-light")
+    assert 'fill="#292929"' in picture("ansi-dark")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert 'fill="#ffffff"' in picture("light")

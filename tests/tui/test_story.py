@@ -15,7 +15,7 @@ from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
 from titan_ckpt.debug.live.processes import Process
-from titan_ckpt.tui import bars, editor, terminal
+from titan_ckpt.tui import bars, editor, terminal, themes
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import tabs_text
 from titan_ckpt.tui.data import stopped
@@ -24,7 +24,7 @@ from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.standing import confidence_word, standing
 from titan_ckpt.tui.goto import link_to, places
-from titan_ckpt.tui.rows import RowLink
+from titan_ckpt.tui.rows import Role, RowLink
 from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
@@ -43,7 +43,7 @@ def skip() -> Incident:
 
 
 def test_the_examples_hold() -> None:
-    assert [doctest.testmod(module).failed for module in (bars, editor, looks, terminal)] == [0, 0, 0, 0]
+    assert [doctest.testmod(module).failed for module in (bars, editor, looks, terminal, themes)] == [0] * 5
 
 
 async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
@@ -56,7 +56,7 @@ async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
                 "P2P_MISSING_PEER · rank 1 · stuck for 1.7 s · n0:22332 · faults.py:281"
                 in screen_text(app).splitlines()[1]
             )
-        marks = {"1": "! at fault: rank 1", "2": "▸ !    1 ", "3": "▸ !    1 ", "5": "    1!", "6": "rank 1 ! culprit"}
+        marks = {"1": "! at fault: rank 1", "2": "▸ !    1 ", "3": "▸ !    1 ", "5": "    !1 ", "6": "rank 1 ! culprit"}
         for number, mark in marks.items():
             await press(app, pilot, number)
             assert mark in screen_text(app), screen_text(app)
@@ -235,6 +235,18 @@ def test_colours_can_be_read_on_their_backgrounds() -> None:
                 ]
                 assert min(ratios) >= 4.5, (theme.name, role, ratios)
         assert contrast(hex_of(found.tab.color), hex_of(found.tab.bgcolor)) >= 4.5, theme.name
+
+
+def test_the_text_is_never_weaker_than_what_stands_behind_it() -> None:
+    for theme in THEMES.values():
+        if not theme.ansi:
+            found = looks.looks_of(theme)
+            assert found.cursor.bgcolor is not None
+            assert theme.foreground is not None
+            on = found.cursor.bgcolor.get_truecolor().hex
+            text = contrast(theme.foreground, on)
+            assert text >= 4.5, theme.name
+            assert contrast(hex_of(found.roles[Role.DIM].color), on) <= text, theme.name
 
 
 def hex_of(colour: Color | None) -> str:

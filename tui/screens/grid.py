@@ -25,7 +25,7 @@ from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.screens.grid_rows import (
     GridRows,
     Viewport,
-    axis_text,
+    axis_line,
     grid_of,
     label_width,
     legend_text,
@@ -103,9 +103,8 @@ class GridPane(Pane):
             self.move_to_rank(wanted)
         grid = self._grid
         self.query_one("#ruler", OneLine).show(self.ruler())
-        before = 0 if grid is None else label_width(grid) + len(MARK)
-        axis = "" if grid is None else axis_text(grid, self._first, self._per_cell, self._cell_width(grid))
-        self.query_one("#axis", OneLine).show(f"{'':>{before}}{axis}")
+        axis = "" if grid is None else axis_line(grid, self._first, self._per_cell, self._cell_width(grid))
+        self.query_one("#axis", OneLine).show(axis)
         self.query_one("#legend", OneLine).show(
             "" if grid is None else f" {legend_text(grid, self.body.size.width - 1)}"
         )

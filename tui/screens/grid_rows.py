@@ -26,6 +26,7 @@ from titan_ckpt.tui.data.p2p import different_halves, missing_halves
 from titan_ckpt.tui.data.timeline import BARS
 from titan_ckpt.tui.pictures.timeline import bar_spans
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
+from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
@@ -170,6 +171,15 @@ def cell_spans(codes: list[int], spot: int | None, stretch: int) -> Iterator[Tex
             yield " " * (stretch - 1 - len(word)), Role.PLAIN
         else:
             yield f"{glyph.char + word:<{stretch}}" * len(list(equal)), glyph.role
+
+
+def axis_line(grid: Grid, first: int, per_cell: int, width: int) -> str:
+    """The line over the cells: names of columns, and a mark at each end beyond which there are more."""
+    stretch = stretch_of(grid, width, per_cell)
+    is_cut = first + width // stretch * per_cell < grid.codes.shape[1]
+    names = axis_text(grid, first, per_cell, width - 2 * is_cut)
+    left, right = MORE_LEFT if first > 0 else "", MORE_RIGHT if is_cut else ""
+    return f"{left:>{label_width(grid) + len(MARK) - 1}} {names:<{width - is_cut}}{right}".rstrip()
 
 
 def axis_text(grid: Grid, first: int, per_cell: int, width: int) -> str:

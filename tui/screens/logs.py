@@ -56,12 +56,12 @@ class LogRows:
 
     def row(self, index: int, width: int) -> Row:
         line = self.line(index)
-        rank = f"{line.rank:>5}" if line.rank is not None else "    -"
+        rank = "-" if line.rank is None else str(line.rank)
         same = self._folds.get(index, ())
         fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
         is_cause = int(self.view[index]) == self.cause
-        mark, role = (CULPRIT, Role.BAD) if line.rank in self.culprits else (" ", Role.NOTE)
-        return row((f"{rank}{mark}", role), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
+        mark, role = (CULPRIT, Role.BAD) if line.rank in self.culprits else ("", Role.NOTE)
+        return row((f"{mark + rank:>6} ", role), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
                    (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
                    is_problem=line.level == ERROR)  # fmt: skip
 

@@ -30,6 +30,7 @@ _ANSI: Mapping[Role, Style] = {
     Role.NOTE: Style(color="magenta"),
 }
 _READABLE = 4.5  # WCAG 2.1, 1.4.3: contrast of text
+_RAISED = 0.2  # share of the first colour in the ground of the line under the cursor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +56,21 @@ def _looks(theme: Theme) -> Looks:
     if theme.ansi:
         inverse = Style(bold=True, reverse=True)
         return Looks(roles=_ANSI, cursor=inverse, tab=inverse)
-    ground = Color.parse(theme.background or ("#121212" if theme.dark else "#ffffff"))
-    ink = Color.parse(theme.foreground or ("#e0e0e0" if theme.dark else "#202020"))
-    edge = Color.parse("#ffffff" if theme.dark else "#000000")
-    raised = ground.blend(Color.parse(theme.primary), 0.2)
+    assert theme.foreground is not None
+    ground, raised, ink = ground_of(theme), raised_of(theme), Color.parse(theme.foreground)
+
+    def fitted(colour: Color) -> Color:
+        return readable(colour, raised, edge_of(theme))
 
     def style(colour: str | None, *, bold: bool = False) -> Style:
-        return Style(color=readable(Color.parse(colour) if colour else ink, raised, edge).hex6, bold=bold or None)
+        return Style(color=(fitted(Color.parse(colour)) if colour else ink).hex6, bold=bold or None)
+
+    dim = fitted(ink.blend(ground, 0.4))
+    is_behind = contrast(dim, raised) < contrast(ink, raised)
 
     roles = {
         **_PLAIN,
-        Role.DIM: style(ink.blend(ground, 0.4).hex6),
+        Role.DIM: Style(color=(dim if is_behind else ink).hex6),
         Role.HEAD: style(theme.secondary, bold=True),
         Role.BAD: style(theme.error, bold=True),
         Role.WARN: style(theme.warning),
@@ -74,6 +79,21 @@ def _looks(theme: Theme) -> Looks:
     }
     tab = Style(bold=True, color=ground.hex6, bgcolor=style(theme.primary).color)
     return Looks(roles=roles, cursor=Style(bold=True, bgcolor=raised.hex6), tab=tab)
+
+
+def ground_of(theme: Theme) -> Color:
+    """The colour behind the text."""
+    return Color.parse(theme.background or ("#121212" if theme.dark else "#ffffff"))
+
+
+def raised_of(theme: Theme) -> Color:
+    """The colour behind the line under the cursor, where every text is read too."""
+    return ground_of(theme).blend(Color.parse(theme.primary), _RAISED)
+
+
+def edge_of(theme: Theme) -> Color:
+    """White or black: the end of the scale on which colours stand out from the ground."""
+    return Color.parse("#ffffff" if theme.dark else "#000000")
 
 
 def readable(colour: Color, ground: Color, edge: Color) -> Color:
