@@ -20,6 +20,7 @@ StrPath: TypeAlias = str | os.PathLike[str]
 """What every public function takes for a URL: text, or a path object for a local folder."""
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*)(?:://|::)", re.IGNORECASE)
+_LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)  # fsspec's two names of the local disk
 _AT_STEP = re.compile(r"@([0-9]+|latest)\Z")
 _STEP_FOLDER = re.compile(r"step-[0-9]{8,}")
 _ATTEMPT_FOLDER = re.compile(r"a-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
@@ -132,8 +133,8 @@ def _why_unwritable(url: str) -> str:
     for text in (url, found):
         if parse_location(text) != Location(url=found):
             return "this addresses one step of a run (or @latest); a job saves to the run itself, and gives the step besides"
-    if scheme(url) == "file" and url.lower().startswith("file://") and not local_path(url).startswith(("/", "~")):
-        return "the part after file:// must be an absolute path"
+    if (local := _LOCAL.match(url)) is not None and not local_path(url).startswith(("/", "~")):
+        return f"the part after {local[0]} must be an absolute path"
     names = found.partition("://")[2].split("/") if "://" in found else found.strip("/").split("/")
     if is_in_step(names):
         return "it lies inside the folder of a step, which is deleted with its step"
@@ -154,22 +155,26 @@ def is_in_step(names: Iterable[str]) -> bool:
 
 
 def scheme(url: str) -> str:
-    """The URL's scheme in lower case; `file` for a plain path.
+    """The URL's scheme in lower case; `file` for a plain path and for `local://`.
 
     >>> scheme("s3://b/run"), scheme("/tmp/run"), scheme("file:///tmp/run")
     ('s3', 'file', 'file')
     """
-    match = _SCHEME.match(url)
+    match = None if _LOCAL.match(url) else _SCHEME.match(url)
     return match.group(1).lower() if match else "file"
 
 
 def local_path(url: str) -> str:
-    """The file-system path of a `file` URL or plain path."""
-    return url[7:] if url[:7].lower() == "file://" else url
+    """The file-system path of a `file` URL or plain path.
+
+    >>> local_path("file:///tmp/run"), local_path("local:///tmp/run"), local_path("runs/a")
+    ('/tmp/run', '/tmp/run', 'runs/a')
+    """
+    return _LOCAL.sub("", url, count=1) if _LOCAL.match(url) else url
 
 
 def normalise(url: StrPath) -> str:
-    """An absolute path or a URL, without trailing slashes; `file://` becomes a plain path."""
+    """An absolute path or a URL, without trailing slashes; `file://` and `local://` become a plain path."""
     url = url_text(url)
     if scheme(url) == "file":
         return _absolute(os.path.expanduser(local_path(url)))

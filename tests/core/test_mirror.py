@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
-from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
+from tests.support.tiers import KEEP_ONE, Target, committed, fail, save
+from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.format.names import UNMIRRORED
 from titan_ckpt.saving import commit
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.saving.second_tier import Mirror, open_nearest
-from titan_ckpt.store.base import Buffer, ObjectInfo
 from titan_ckpt.store.local import FileStore
-from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.tiers import Tier, tier_runs
-
-KEEP_ONE = RetentionPolicy(keep_last=1)
-
-
-class Target(FileStore):
-    """A second tier whose writes fail while it is down."""
-
-    is_down = False
-
-    def write(self, path: str, parts: Iterable[Buffer]) -> ObjectInfo:
-        if self.is_down:
-            raise TransientStoreError("the second tier is down")
-        return super().write(path, parts)
 
 
 @pytest.fixture
 def safe(tmp_path: Path) -> Target:
     return Target(str(tmp_path / "safe"))
-
-
-def committed(url: object) -> list[int]:
-    return [info.step for info in list_checkpoints(str(url)) if info.state == "committed"]
-
-
-def save(saver: Saver, step: int) -> None:
-    saver.save({"w": torch.full((5,), float(step)), "frozen": torch.arange(90.0)}, step=step).wait()
-    while saver._mirror is not None and saver._mirror.metrics().waiting:
-        saver._mirror._thread.join(0.01)
-
-
-def fail(saver: Saver, step: int) -> None:
-    save(saver, step)
-    with pytest.raises(SaveError, match=f"mirroring step {step}"):
-        saver.check()
 
 
 def test_steps_that_failed_are_copied_with_the_next(tmp_path: Path, safe: Target) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from titan_ckpt.checkpoint.open import open_manifest
 from titan_ckpt.errors import CheckpointError, DamagedError, NotFoundError
-from titan_ckpt.format.commit import metadata_path, read_commit
+from titan_ckpt.format.commit import Commit, metadata_path, read_commit
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.dcp_read import dcp_paths
 from titan_ckpt.format.digest import digest
@@ -39,14 +39,18 @@ def mend_metadata(store: Store, step: int) -> bool:
         return False
     check_place(store, step)
     check_index(store, step, commit.metadata_digest)
-    manifest = open_manifest(store, commit)
+    store.write_if(path, derived(open_manifest(store, commit), found, commit, where=store.where(path)), version=version)
+    return True
+
+
+def derived(manifest: Manifest, found: bytes, commit: Commit, *, where: str) -> bytes:
+    """The `.metadata` that was committed, given the one that is there. DamagedError if it does not follow from the manifest."""
     for paths in _candidates(manifest, found):
         data = dcp_metadata(manifest, paths=paths)
         if digest(data).hex() == commit.metadata_digest:
-            store.write_if(path, data, version=version)
-            return True
+            return data
     raise DamagedError(
-        f"{store.where(path)}: is not the one that was committed, and that one cannot be derived from the manifest; "
+        f"{where}: is not the one that was committed, and that one cannot be derived from the manifest; "
         f"titan-ckpt reads this step without it. For plain DCP readers, load it and save it again"
     )
 

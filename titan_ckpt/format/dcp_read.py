@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from titan_ckpt.sharding.placement import Box
 from titan_ckpt.sharding.repeating_columns import Int64s
 
 FOREIGN_ATTEMPT = "a-19700101T000000Z-00000000"
+QUANTISED = frozenset({"qint8", "quint8", "qint32"})  # numbers with scales: stored by DCP as tensors, by us as values
 MAX_ITEMS, MAX_PATH, DEEPEST = 1000, 4096, 256
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -76,7 +77,7 @@ class _Reader(pickle.Unpickler):
         known = _RECORDS.get((module, name)) or _FUNCTIONS.get((module, name))
         if known is not None:
             return known
-        if module == "torch" and name in ELEMENT_SIZE:
+        if module == "torch" and (name in ELEMENT_SIZE or name in QUANTISED):
             return name
         raise UnsafeContentError(
             f"{self._where}: contains {module}.{name}, which is not part of a DCP index; nothing was loaded"
@@ -199,9 +200,15 @@ def _name(value: Any) -> str:
     return value
 
 
+def _fqn(value: Any) -> str:
+    """A name in the state; the empty one is the name of what stands under the key ""."""
+    found: str = _items(value, str)
+    return found
+
+
 def _paths(root: Any) -> dict[str, Path]:
     planner = _field(root, "planner_data") or {}
-    return {_name(fqn): tuple(map(_key, _items(path, tuple, list))) for fqn, path in _items(planner, dict).items()}
+    return {_fqn(fqn): tuple(map(_key, _items(path, tuple, list))) for fqn, path in _items(planner, dict).items()}
 
 
 def _key(value: Any) -> str | int:
@@ -251,7 +258,7 @@ def _manifest_of(root: Any, num_bytes: int, sizes: Mapping[str, int], step: int,
     tensors: list[TensorEntry] = []
     objects: list[ObjectEntry] = []
     table = _Rows(left=num_bytes, rows=[], offsets=[], sizes=[])
-    for fqn in sorted(map(_name, states)):
+    for fqn in sorted(map(_fqn, states)):
         entry = states[fqn]
         if "chunks" not in (getattr(entry, "state", None) or {}):
             objects.append(_foreign_object(fqn, places[(fqn, None)]))
@@ -259,7 +266,11 @@ def _manifest_of(root: Any, num_bytes: int, sizes: Mapping[str, int], step: int,
         first = len(table.rows)
         # DCP finds a blob by its box, so a box that is listed twice (replicas that were not merged) is one blob.
         ndim = len(_sizes(_field(entry, "size")))
-        for box in dict.fromkeys(_box(chunk, fqn, ndim) for chunk in _chunks(entry, table)):
+        boxes = dict.fromkeys(_box(chunk, fqn, ndim) for chunk in _chunks(entry, table))
+        if _dtype(entry) in QUANTISED:
+            objects.append(_foreign_object(fqn, places[_whole_box(fqn, entry, boxes)]))
+            continue
+        for box in boxes:
             info = places.get((fqn, box.offsets)) or places[(fqn, None)]
             _check_plain(info, fqn, where)
             table.add(number[_path(info)], info, box)
@@ -302,7 +313,7 @@ def _chunks(entry: Any, table: _Rows) -> Any:
 
 def _place(index: Any) -> tuple[str, tuple[int, ...] | None]:
     offset = _field(index, "offset")
-    return _name(_field(index, "fqn")), None if offset is None else _sizes(offset)
+    return _fqn(_field(index, "fqn")), None if offset is None else _sizes(offset)
 
 
 def _path(info: Any) -> str:
@@ -334,7 +345,7 @@ def _check_spans(
 
 
 def _foreign_tensor(fqn: str, entry: Any, *, first_chunk: int, num_chunks: int) -> TensorEntry:
-    dtype = getattr(_field(entry, "properties"), "state", (None,))[0]
+    dtype = _dtype(entry)
     if type(dtype) is not str or dtype not in ELEMENT_SIZE:
         raise ValueError(f"{show(fqn)}: {show(dtype)} is not a dtype")
     return TensorEntry(
@@ -346,6 +357,18 @@ def _foreign_tensor(fqn: str, entry: Any, *, first_chunk: int, num_chunks: int) 
         first_chunk=first_chunk,
         num_chunks=num_chunks,
     )
+
+
+def _dtype(entry: Any) -> Any:
+    return getattr(_field(entry, "properties"), "state", (None,))[0]
+
+
+def _whole_box(fqn: str, entry: Any, boxes: Iterable[Box]) -> tuple[str, tuple[int, ...]]:
+    """The place of a quantised tensor, which only one chunk can hold: each part would have scales of its own."""
+    found = list(boxes)
+    if [box.sizes for box in found] != [_sizes(_field(entry, "size"))]:
+        raise ValueError(f"{show(fqn)}: a quantised tensor in {len(found)} parts")
+    return fqn, found[0].offsets
 
 
 def _foreign_object(fqn: str, info: Any) -> ObjectEntry:

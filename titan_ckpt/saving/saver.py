@@ -42,8 +42,9 @@ from titan_ckpt.saving.options import (
 )
 from titan_ckpt.saving.pace import fitting_pace
 from titan_ckpt.saving.replicas import Replicas
-from titan_ckpt.saving.second_tier import Mirror, open_tiers
+from titan_ckpt.saving.second_tier import Mirror
 from titan_ckpt.saving.staging import Copies, Staging, warn_expanded
+from titan_ckpt.saving.tiers import open_tiers
 from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
 from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures

@@ -23,20 +23,19 @@ from itertools import chain
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError, UsageError
+from titan_ckpt.errors import CheckpointError, NotCommittedError, StoreError, TitanError
 from titan_ckpt.format.commit import commit_version, found_before, read_commit
 from titan_ckpt.format.names import UNMIRRORED, data_file
-from titan_ckpt.location import StrPath, check_writable, is_inside, redact, url_text
-from titan_ckpt.saving.due import left_over, mark_unmirrored
+from titan_ckpt.location import redact
 from titan_ckpt.saving.options import GIVE_UP_AT, SaveOptions
 from titan_ckpt.saving.pace import Pace, fitting_pace
-from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_on_all, save_error
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, save_error
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.store.time_limit import run_until
 from titan_ckpt.upkeep.copy import Copier
-from titan_ckpt.upkeep.deletion import read_unmirrored
+from titan_ckpt.upkeep.deletion import find_unmirrored, read_unmirrored
+from titan_ckpt.upkeep.due import left_over, mark_unmirrored
 from titan_ckpt.upkeep.ownership import check_claim, claim, join_tiers
 
 log = logging.getLogger(__name__)
@@ -70,6 +69,8 @@ class Mirror:
         self._due: set[int] = set()  # the coordinator's; complete once it is known what earlier jobs left
         self._ahead: set[int] = set()  # due steps whose round has not come: not committed yet, or in the queue
         self._unwritten: set[int] = set()  # steps whose line in `unmirrored.txt` is still to be written, or removed
+        self._failed: dict[int, int] = {}  # how many copies had failed when that of this step did last
+        self._trusts_list = True
         self._gone: set[int] = set()  # due steps that the first tier does not show
         self._is_known, self._why_unknown, self._has_looked = False, "", threading.Event()
         self._is_exclusive, self._is_joined = options.is_exclusive, False  # the second is the coordinator's
@@ -89,7 +90,7 @@ class Mirror:
         """
         with self._lock:
             is_new = step not in self._due
-            self._ahead |= {step} if is_new else set()
+            self._ahead |= {step}
         self._note(step, is_due=True)
         try:
             yield
@@ -224,10 +225,15 @@ class Mirror:
             log.error("step %d was not mirrored to %s, and stays in %s: %s", step, self._target, self._source, error)
             self._error = self._error or (error if step == self._new else None)
         if self._ranks.is_coordinator:
-            self._note(step, is_due=failure is not None)
+            if failure is not None:
+                self._failed[step] = 1 + max(self._failed.values(), default=0)
+            self._note(step, is_due=failure is not None or step in self._ahead)  # it may be saved again already
 
     def _todo(self, step: int | None) -> list[int]:
-        """The step itself, then what is due, newest first; on the coordinator."""
+        """The step itself, then what is due, newest first; on the coordinator.
+
+        Those that failed come last, in that order: one that cannot be read ends a round, and must not hold up the others.
+        """
         with self._lock:
             self._ahead -= {step}
         try:
@@ -237,25 +243,44 @@ class Mirror:
             log.warning("%s; so %s keeps everything", self._why_unknown, self._source)
         self._has_looked.set()
         self._note_again()
-        due = sorted(self._due - self._gone - self._ahead - {step}, reverse=True) if self._is_known else []
-        return due if step is None else [step, *due]
+        due = self._due - self._gone - self._ahead - {step} if self._is_known else set()
+        ordered = sorted(due, key=lambda number: (self._failed.get(number, 0), -number))
+        return ordered if step is None else [step, *ordered]
 
     def _note_again(self) -> None:
         for number in sorted(self._unwritten):
             self._note(number, is_due=number in self._due)
 
     def _look(self, source: Store, target: Store) -> None:
-        """Find what earlier jobs left, once, and which due steps are not there, deleted or for a moment: those are not copied."""
+        """Find what earlier jobs left, once, what a person let go, and which due steps are not there: those are not copied."""
         if not self._is_known:
             noted = read_unmirrored(source)
             found = left_over(source, target, noted, own=frozenset(self._added))
             self._unwritten |= found ^ noted
             with self._lock:
                 self._due, self._is_known = self._due | found, True
+        if let_go := self._let_go(source):
+            log.warning("not copied to %s: steps %s, whose lines were removed from %s", target, let_go, UNMIRRORED)
         gone = {step for step in self._due - self._ahead if commit_version(source, step) is None}
         for step in sorted(gone - self._gone):
-            log.warning("%s@%d is not there, so it cannot be copied to %s", source, step, target)
+            log.warning(
+                "%s@%d is not there, so it cannot be copied to %s; if it is gone for good, remove its line from %s",
+                source, step, target, source.where(UNMIRRORED),
+            )  # fmt: skip
         self._gone = gone
+
+    def _let_go(self, source: Store) -> list[int]:
+        """Take steps whose line a person has removed off what is due.
+
+        A file that is not there says nothing, nor one of which a write was given up: that may still happen, with older lines.
+        """
+        noted = find_unmirrored(source)
+        if noted is None or not self._trusts_list:
+            return []
+        with self._lock:
+            let_go = self._due - self._unwritten - self._ahead - noted
+            self._due = self._due - let_go
+        return sorted(let_go)
 
     def _note(self, step: int, *, is_due: bool) -> None:
         """Remember whether a step is due, in `unmirrored.txt` too."""
@@ -266,12 +291,14 @@ class Mirror:
             return
         try:
             with self._file_lock:  # a save announces the next step while the copy of one ends
-                done = frozenset() if is_due else frozenset({step})
-                action = partial(mark_unmirrored, due=self._due - done, done=done)
+                action = partial(
+                    mark_unmirrored, step=step, is_due=is_due, others=frozenset(self._due), adds=not self._trusts_list
+                )
                 run_until(min(self._give_up_s / 2, LONGEST_NOTE_S), action, self._source, what=f"writing {UNMIRRORED}")
             self._unwritten.discard(step)
         except Exception as error:  # noqa: BLE001  (this job knows it anyway)
             self._unwritten.add(step)
+            self._trusts_list = False
             log.warning("%s was not written and is tried again: %s", self._source.where(UNMIRRORED), error)
 
     def _in_time(self, action: Callable[[int, Store, Store], None], step: int) -> Failure | None:
@@ -316,43 +343,6 @@ class Mirror:
         if self._claim is not None:
             check_claim(target, self._claim)
         copier.copy_small(read_commit(source, step), before)
-
-
-def _check_apart(url: StrPath | Store, mirror: StrPath | Store | None) -> None:
-    """UsageError if the two tiers are one folder, or one lies in the other: then there is no second copy."""
-    if mirror is None:
-        return
-    first, second = (item.url if isinstance(item, Store) else url_text(item) for item in (url, mirror))
-    if is_inside(first, second) or is_inside(second, first):
-        raise UsageError(
-            f"mirror {redact(second)} and the run {redact(first)} are one folder, or one lies in the other: that is no second "
-            f"copy. Give a mirror on another disk or store"
-        )
-
-
-def open_tiers(
-    ranks: RankGroup,
-    url: StrPath | Store,
-    mirror: StrPath | Store | None,
-    storage_options: Options = None,
-) -> tuple[Store, Store | None]:
-    """The stores of a run and of its mirror; an error on one rank is raised on all. A collective call."""
-    error: BaseException | None = None
-    first, second = url, mirror
-    try:
-        for target in (url, mirror):
-            if target is not None:
-                check_writable(target.url if isinstance(target, Store) else target)
-        _check_apart(url, mirror)
-        with using(storage_options, url, mirror):
-            first = url if isinstance(url, Store) else open_store(url)
-            second = mirror if isinstance(mirror, Store) or mirror is None else open_store(mirror)
-    except BaseException as caught:  # noqa: BLE001  (raised below, once the other ranks know)
-        error = caught
-    raise_on_all(ranks, error, "opening the run's store")
-    assert isinstance(first, Store)
-    assert second is None or isinstance(second, Store)
-    return first, second
 
 
 def open_nearest(urls: Sequence[str], *, all_steps: Callable[[int], list[int]] | None = None) -> Checkpoint:

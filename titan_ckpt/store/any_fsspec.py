@@ -61,19 +61,24 @@ class _NotAFileError(NotFoundError):
 
 
 class FsspecStore(Store):
-    """Objects under a URL of any fsspec file system; `options` are passed to that file system."""
+    """Objects under a URL of any fsspec file system; `options` are passed to that file system.
+
+    Or at the path `root` of a `filesystem`, which `url` is to name in messages: by default the path in the URL.
+    """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, url: str, policy: RetryPolicy, *, filesystem: Any = None, **options: Any) -> None:
+    def __init__(
+        self, url: str, policy: RetryPolicy, *, filesystem: Any = None, root: str | None = None, **options: Any
+    ) -> None:
         super().__init__(url if filesystem is not None else normalise(url))
         self._policy = policy
         self._in_memory, self._is_answered = scheme(self.url) == "memory", False
         if filesystem is not None:
-            self._fs, root = filesystem, filesystem._strip_protocol(self.url)
+            self._fs, found = filesystem, filesystem._strip_protocol(self.url) if root is None else root
         else:
-            self._fs, root = self._file_system(options)
-        self._root = str(root).rstrip("/")
+            self._fs, found = self._file_system(options)
+        self._root = str(found).rstrip("/")
 
     def _file_system(self, options: dict[str, Any]) -> tuple[Any, str]:
         """The file system of this URL, and the path in it."""

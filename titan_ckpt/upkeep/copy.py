@@ -16,6 +16,7 @@ from typing import TypeAlias
 import xxhash
 
 from titan_ckpt.arguments import check_callable, check_flag
+from titan_ckpt.check.mend import derived
 from titan_ckpt.check.scan import check_blobs
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint, commit_copy
@@ -36,7 +37,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
 from titan_ckpt.location import StrPath, check_writable, is_inside, redact, run_location
-from titan_ckpt.store.base import ObjectInfo, Store
+from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
@@ -195,8 +196,10 @@ class Copier:
         self._copy(f"{attempt}/{MANIFEST}", commit.manifest_digest)
         if self._source.manifest.chunks.digests is None and self._source.digests is not None:
             self._put(f"{attempt}/{DIGESTS}", self._source.digests)
-        index = self._verified_small(f"{self._source.folder}/{METADATA}", commit.metadata_digest)
+        index = self._index(commit)
         data = self._source.store.read(commit_path(commit.step))
+        if read_commit(self._source.store, commit.step).version != commit.version:
+            raise DamagedError(f"{self._source}: was saved again while it was copied; copy it once more")
         commit_copy(self._target, self._source.manifest, index, commit=data, before=before)
 
     def commit_moved(self, commit: Commit) -> None:
@@ -207,9 +210,7 @@ class Copier:
         objects = tuple(replace(entry, file=self._own_paths[entry.file]) for entry in manifest.objects)
         chunks = replace(manifest.chunks, digests=self._source.digests)
         moved = replace(manifest, files=files, objects=objects, chunks=chunks)
-        paths = dcp_paths(
-            self._verified_small(f"{self._source.folder}/{METADATA}", commit.metadata_digest), where=METADATA
-        )
+        paths = dcp_paths(self._index(commit), where=METADATA)
         commit_checkpoint(self._target, moved, dcp_metadata(moved, paths=paths), replaces=None)
 
     def _copy_assets(self) -> str:
@@ -221,6 +222,14 @@ class Copier:
 
     def _copy(self, path: str, expected: str) -> None:
         self._put(path, self._verified_small(path, expected))
+
+    def _index(self, commit: Commit) -> bytes:
+        """The `.metadata` that was committed. A save of the step that died before its COMMIT left its own in that place."""
+        path = f"{self._source.folder}/{METADATA}"
+        found = read_if_any(self._source.store, path) or b""
+        if digest(found).hex() == commit.metadata_digest:
+            return found
+        return derived(self._source.manifest, found, commit, where=self._source.store.where(path))
 
     def _verified_small(self, path: str, expected: str) -> bytes:
         data = self._source.store.read(path)

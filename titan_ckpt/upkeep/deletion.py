@@ -91,17 +91,22 @@ class _Looked:
 
 def read_pins(store: Store) -> frozenset[int]:
     """The steps in the run's pins file; empty if there is no such file. StoreError if it is there but cannot be read."""
-    return _read_steps(store, PINS)
+    return _read_steps(store, PINS) or frozenset()
 
 
 def read_unmirrored(store: Store) -> frozenset[int]:
     """The steps whose copy to a second tier is still due; retention and `prune` keep them."""
+    return find_unmirrored(store) or frozenset()
+
+
+def find_unmirrored(store: Store) -> frozenset[int] | None:
+    """The same; None if there is no such file."""
     return _read_steps(store, UNMIRRORED)
 
 
-def _read_steps(store: Store, path: str) -> frozenset[int]:
+def _read_steps(store: Store, path: str) -> frozenset[int] | None:
     data = read_if_any(store, path)
-    return frozenset() if data is None else parse_pins(data.decode(errors="replace"), where=store.where(path))
+    return None if data is None else parse_pins(data.decode(errors="replace"), where=store.where(path))
 
 
 def check_whole(store: Store, url: str, info: CheckpointInfo) -> CheckpointInfo:

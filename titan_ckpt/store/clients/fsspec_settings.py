@@ -69,13 +69,18 @@ def configured(*protocols: str) -> dict[str, Any]:
     return found
 
 
-def check_usable(protocols: Sequence[str], where: str) -> None:
-    """UsageError for what fsspec can open, but not serve as a store."""
+def check_no_ftp(protocols: Sequence[str], where: str) -> None:
+    """UsageError for the file system of fsspec that cannot serve as a store."""
     if "ftp" in protocols:
         raise UsageError(
             f"{where}: ftp:// cannot be used: fsspec's client has one connection, which several threads cannot share. Use "
             "sftp://, or copy the run to a local folder"
         )
+
+
+def _check_usable(protocols: Sequence[str], where: str) -> None:
+    """UsageError for a URL that no store can serve."""
+    check_no_ftp(protocols, where)
     if protocols[-1] in _IN_OTHERS:
         name = protocols[-1]
         raise UsageError(f"{where}: names no archive; write {name}://FOLDER_IN_IT::file:///path/of/archive.{name}")
@@ -87,7 +92,7 @@ def checked_options(url: str, options: StorageOptions, where: str) -> dict[str, 
     ConfigError for an option that the file system does not know. Chained URLs take options by protocol as well.
     """
     protocols = [split_protocol(part)[0] or part for part in url.split("::")]
-    check_usable(protocols, where)
+    _check_usable(protocols, where)
     if options.get("asynchronous") or options.get("loop") is not None:
         raise UsageError(f"{where}: an asynchronous file system cannot be used here; leave out asynchronous and loop")
     flat = {

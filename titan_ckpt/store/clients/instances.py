@@ -11,7 +11,7 @@ from titan_ckpt.arguments import check_type
 from titan_ckpt.errors import UsageError
 from titan_ckpt.store.any_fsspec import FsspecStore
 from titan_ckpt.store.base import RetryPolicy, Store
-from titan_ckpt.store.clients.fsspec_settings import check_usable
+from titan_ckpt.store.clients.fsspec_settings import check_no_ftp
 from titan_ckpt.store.local import FileStore
 
 
@@ -24,10 +24,10 @@ def on_file_system(path: str, policy: RetryPolicy, filesystem: Any) -> Store:
     if isinstance(filesystem, LocalFileSystem):
         return FileStore(root)
     protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-    check_usable([protocol], f"{protocol}://")
+    check_no_ftp([protocol], f"{protocol}://")
     url = f"{protocol}://{root.lstrip('/')}"
     if protocol in ("s3", "s3a"):
         from titan_ckpt.store.clients.s3fs_store import S3fsStore  # needs botocore
 
         return S3fsStore(url, policy, filesystem=filesystem)
-    return FsspecStore(url, policy, filesystem=filesystem)
+    return FsspecStore(url, policy, filesystem=filesystem, root=root)  # a URL would lose the slash of an absolute path

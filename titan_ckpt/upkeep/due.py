@@ -12,7 +12,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo
 from titan_ckpt.format.names import UNMIRRORED
 from titan_ckpt.store.base import Store
-from titan_ckpt.upkeep.deletion import read_unmirrored
+from titan_ckpt.upkeep.deletion import find_unmirrored
 from titan_ckpt.upkeep.ownership import list_tier
 
 _HEAD = "# Not yet copied to the second tier; retention and prune keep these steps. Remove a line to let its step go."
@@ -40,11 +40,15 @@ def _committed(infos: list[CheckpointInfo]) -> dict[int, str]:
     return {info.step: info.commit.attempt if info.commit else "" for info in known}
 
 
-def mark_unmirrored(source: Store, *, due: Collection[int], done: Collection[int]) -> None:
-    """Add the `due` steps to the list of those to be copied, and take off the `done` ones; without any, there is no such file."""
-    known = read_unmirrored(source)
-    steps = (known | {*due}) - {*done}
+def mark_unmirrored(source: Store, *, step: int, is_due: bool, others: Collection[int], adds: bool) -> None:
+    """Add a step to the list of those to be copied, or take it off. Without any there is no such file.
+
+    `others` that are due are written again if it `adds` them, or if there is no file: a store may not show it for a moment.
+    """
+    noted = find_unmirrored(source)
+    known = {*(noted or ())} | ({*others} if adds or noted is None else set())
+    steps = known - {step} | ({step} if is_due else set())
     if not steps:
         source.delete([UNMIRRORED])
-    elif steps != known:
+    elif noted is None or steps != {*noted}:
         source.write(UNMIRRORED, ["\n".join([_HEAD, *map(str, sorted(steps)), ""]).encode()])
