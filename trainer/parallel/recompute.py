@@ -6,11 +6,13 @@ Both wrap `forward` in place, which leaves names, hooks and weights of a block u
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan_ckpt.trainer.model.linear import ONEDNN_PRODUCTS
@@ -85,7 +87,9 @@ def apply_compile(blocks: Mapping[str, nn.Module], *, eager: tuple[str, ...] = (
 
 def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:
     """Keep nothing but the choices of routers."""
-    if can_keep and routers_of(block):
+    if not can_keep:
+        block.forward = functools.partial(_recomputed_once, block.forward)
+    elif routers_of(block):
         _recompute(block, context_fn=lambda: create_selective_checkpoint_contexts(_CHOICES))  # type: ignore[no-untyped-call]
     else:
         _recompute(block)
@@ -93,6 +97,45 @@ def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:
 
 def _recompute(block: nn.Module, **options: Any) -> None:
     block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+
+
+def _recomputed_once(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward` without its activations, which one recomputation gives to all passes of a split backward.
+
+    torch's `checkpoint` recomputes for each of them, and the pass for weights is one per group of parameters (15 for a block of a
+    mixture): ranks with another number of groups then meet in other all-to-alls.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    saved = _Recomputed(forward, args, kwargs)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        return forward(*args, **kwargs)
+
+
+class _Recomputed:
+    """The tensors that a forward saved, by their number; computed when the first one is asked for, and kept with the graph."""
+
+    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._forward = forward
+        self._inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
+        self._count, self._values = 0, list[Tensor]()
+
+    def pack(self, _: Tensor) -> int:
+        self._count += 1
+        return self._count - 1
+
+    def unpack(self, number: int) -> Tensor:
+        if not self._values:
+            args, kwargs = self._inputs
+            with torch.enable_grad(), saved_tensors_hooks(self._keep, lambda x: x):
+                self._forward(*args, **kwargs)
+            if len(self._values) != self._count:
+                raise RuntimeError(f"the forward saved {self._count} tensors, its recomputation {len(self._values)}")
+        return self._values[number]
+
+    def _keep(self, x: Tensor) -> Tensor:
+        self._values.append(x.detach())
+        return x
 
 
 def _selective_contexts() -> Any:
