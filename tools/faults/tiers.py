@@ -1,7 +1,8 @@
 """Jobs with two tiers whose copies fail at any step: what retention must never delete, and what the next job must copy.
 
 Each run has jobs of one to three saves. Before each save a draw says which steps the second tier cannot take, which COMMITs the
-first tier does not show for the moment, and whether `unmirrored.txt` can be read and written. Violations:
+first tier does not show for the moment, and whether `unmirrored.txt` can be read and written (it can until the first copy: without
+a list and without a copy nobody can tell what was to be copied). Violations:
 
   a step of a job with a mirror is gone from the first tier, and the second has not got it
   a step holds other values than were saved, in either tier
@@ -97,7 +98,8 @@ class _Run:
         def some(share: float) -> list[str]:
             return [step_folder(step) for step in range(1, newest + 3) if self._rng.random() < share]
 
-        is_list_hidden, is_list_stuck = self._rng.random() < 0.15, self._rng.random() < 0.2
+        is_list_hidden = self._rng.random() < 0.15
+        is_list_stuck = self._rng.random() < 0.2 and bool(self._committed(self._safe))
         self._safe.unwritable = tuple(some(0.4))
         hidden = [f"{folder}/COMMIT.json" for folder in some(0.1)]
         self._fast.hidden = (*hidden, *([UNMIRRORED] if is_list_hidden else []))

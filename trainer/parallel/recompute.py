@@ -61,10 +61,10 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
         case "every_n":
             for index, block in blocks.items():
                 if index % parallel.checkpoint_every_n == 0:
-                    _recompute_whole(block, can_keep=can_keep)
+                    _recompute_whole(block, can_keep=can_keep, is_compiled=parallel.compile)
         case "full":
             for block in blocks.values():
-                _recompute_whole(block, can_keep=can_keep)
+                _recompute_whole(block, can_keep=can_keep, is_compiled=parallel.compile)
         case "selective":
             for block in blocks.values():
                 _recompute(block, context_fn=_selective_contexts)
@@ -85,11 +85,11 @@ def apply_compile(blocks: Mapping[str, nn.Module], *, eager: tuple[str, ...] = (
         block.forward = on_local_weights(block, compiled, below=below)
 
 
-def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:
+def _recompute_whole(block: nn.Module, *, can_keep: bool, is_compiled: bool) -> None:
     """Keep nothing but the choices of routers."""
-    if not can_keep:
+    if not can_keep and (not is_compiled or routers_of(block)):  # torch's compiler knows its own `checkpoint` alone
         block.forward = functools.partial(_recomputed_once, block.forward)
-    elif routers_of(block):
+    elif can_keep and routers_of(block):
         _recompute(block, context_fn=lambda: create_selective_checkpoint_contexts(_CHOICES))  # type: ignore[no-untyped-call]
     else:
         _recompute(block)
