@@ -1,8 +1,8 @@
 """Jobs with two tiers whose copies fail at any step: what retention must never delete, and what the next job must copy.
 
 Each run has jobs of one to three saves. Before each save a draw says which steps the second tier cannot take, which COMMITs the
-first tier does not show for the moment, and whether `unmirrored.txt` can be read and written (it can until the first copy: without
-a list and without a copy nobody can tell what was to be copied). Violations:
+first tier does not show for the moment, and whether `unmirrored.txt` can be read and written. (It can until the first copy:
+without a list and without a copy nobody can tell what was to be copied.) Violations:
 
   a step of a job with a mirror is gone from the first tier, and the second has not got it
   a step holds other values than were saved, in either tier
