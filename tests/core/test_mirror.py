@@ -275,7 +275,7 @@ def test_jobs_whose_copies_fail_at_any_step_lose_none(tmp_path: Path) -> None:
     for outcome in tier_runs(tmp_path, 12, seed=0):
         assert outcome.wrong == []
     assert outcome.saves == 120
-    assert outcome.deleted > 50
+    assert outcome.deleted > 20
     assert outcome.failed_copies > 10
 
 

@@ -86,6 +86,7 @@ class _Run:
         self._fast.hidden = self._fast.unwritable = self._safe.unwritable = ()
         self._close(self._saver(has_mirror=True))
         self._check()
+        self._outcome.deleted += len(self._values.keys() - self._committed(self._fast))
         for lost in sorted((self._committed(self._fast) & self._to_copy) - self._committed(self._safe)):
             self._wrong(f"step {lost} was not copied by a job without faults")
 
@@ -122,7 +123,6 @@ class _Run:
 
     def _check(self) -> None:
         here, there = self._committed(self._fast), self._committed(self._safe)
-        self._outcome.deleted += len(self._values.keys() - here)
         for step in sorted(self._to_copy - here - there):
             self._wrong(f"step {step} was deleted before the second tier had it")
         for step in sorted(here):
