@@ -23,9 +23,7 @@ from titan_ckpt.store.time_limit import HungStoreError
 @pytest.fixture
 def store(tmp_path: Path) -> FsspecStore:
     """fsspec's own local file system: unlike memory, it streams large objects."""
-    found = open_store(f"local://{tmp_path}/run")
-    assert isinstance(found, FsspecStore)
-    return found
+    return FsspecStore(f"local://{tmp_path}/run", RetryPolicy(), filesystem=LocalFileSystem(auto_mkdir=True))
 
 
 def test_large_and_small_objects_come_back(store: FsspecStore) -> None:
