@@ -182,8 +182,12 @@ def _without_prediction(model: HfModel) -> HfModel:
 
 
 def _shares_ends(model: HfModel) -> bool:
-    """Whether modules that predict further tokens, if there are any, have the model's embedding and head. Warns if not."""
-    own = differing_copies(model, is_of_model=False) if model.config.get(PREDICTION_KEY) else []
+    """Whether modules that predict further tokens, if there are any, have the model's embedding and head. Warns if not.
+
+    What was equal when it was exported and is not now is damaged, which an import and `verify` tell, and no other weight.
+    """
+    differing = differing_copies(model, is_of_model=False) if model.config.get(PREDICTION_KEY) else []
+    own = [pair for pair in differing if not _were_equal(model, *pair)]
     for name, original in own[:1]:
         log.warning(
             "%s: %s differs from %s, which modules that predict further tokens share here: they are left out",
@@ -195,8 +199,7 @@ def _shares_ends(model: HfModel) -> bool:
 def differing_copies(model: HfModel, *, is_of_model: bool) -> list[tuple[str, str]]:
     """Tensors whose bytes differ from the one that they are a copy of, each with that one.
 
-    `is_of_model`: the tied head, which is a part of the model itself; else those of modules that predict further tokens. Those
-    that were equal when they were exported are no others today but damaged, which an import and `verify` tell.
+    `is_of_model`: the tied head, which is a part of the model itself; else those of modules that predict further tokens.
     """
     pairs = {
         name: original
@@ -204,8 +207,7 @@ def differing_copies(model: HfModel, *, is_of_model: bool) -> list[tuple[str, st
         if name in model.tensors and original in model.tensors and (name == HEAD) == is_of_model
     }
     digests = tensor_digests(model.source, model.store, {*pairs, *pairs.values()})
-    differing = [(name, original) for name, original in pairs.items() if digests[name] != digests[original]]
-    return [pair for pair in differing if not _were_equal(model, *pair)]
+    return [(name, original) for name, original in pairs.items() if digests[name] != digests[original]]
 
 
 def _were_equal(model: HfModel, name: str, original: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.hf_models import config, raw, tensors, write_model
 from titan_ckpt.checkpoint.open import open_checkpoint
-from titan_ckpt.converters import export_hf
+from titan_ckpt.converters import export_hf, import_hf, open_hf
 from titan_ckpt.errors import LoadContractError, NotCommittedError
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
@@ -82,3 +82,19 @@ def test_contradiction_is_refused_when_it_is_opened(tmp_path: Path) -> None:
 def test_empty_folder_is_still_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(NotCommittedError):
         open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_pair_of_which_one_is_damaged_is_refused(tmp_path: Path, name: str) -> None:
+    """Also beside digests that prove that the two were equal."""
+    of = config(tie_word_embeddings=True)
+    content = tensors(of)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].clone()
+    import_hf(str(write_model(tmp_path / "in", of, content)), str(tmp_path / "run"))
+    export_hf(str(tmp_path / "run"), str(tmp_path / "out"))
+    stored = open_hf(str(tmp_path / "out")).tensors[name]
+    with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
+        file.seek(stored.offset + 5)
+        file.write(b"\x7f")
+    with pytest.raises(LoadContractError, match="ties the head to the embedding"):
+        open_checkpoint(str(tmp_path / "out"))
