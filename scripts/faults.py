@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -240,25 +240,23 @@ def damage(folder: Path, flips: int, *, seed: int) -> int:
 
 def random_saves(folder: Path, saves: int, *, seed: int) -> int:
     """Print the totals of `saves` saves over a store whose calls fail at random; 1 if anything went wrong."""
-    outcome, started = None, time.monotonic()
-    for outcome in random_runs(folder, saves, seed=seed):
-        sys.stderr.write(f"\rsave {outcome.saves}/{saves}: {outcome.committed} committed, {len(outcome.wrong)} wrong ")
-        shutil.rmtree(folder, ignore_errors=True)
-    assert outcome is not None, "no saves were asked for"
-    facts = {"random": saves, "seed": seed, **describe(outcome), "seconds": round(time.monotonic() - started, 1)}
-    sys.stdout.write(json.dumps(facts) + "\n")
-    return 1 if outcome.wrong else 0
+    return _totals(folder, random_runs(folder, saves, seed=seed), describe, random=saves, seed=seed)
 
 
 def tiers(folder: Path, runs: int, *, seed: int) -> int:
     """Print the totals of `runs` runs of jobs with two tiers; 1 if anything went wrong."""
-    outcome, started = None, time.monotonic()
     logging.getLogger("titan_ckpt").setLevel(logging.CRITICAL + 1)
-    for number, outcome in enumerate(tier_runs(folder, runs, seed=seed), 1):
-        sys.stderr.write(f"\rrun {number}/{runs}: {outcome.saves} saves, {len(outcome.wrong)} wrong ")
+    return _totals(folder, tier_runs(folder, runs, seed=seed), asdict, tiers=runs, seed=seed)
+
+
+def _totals(folder: Path, outcomes: Iterable[Any], describe_it: Callable[[Any], dict[str, Any]], **asked: int) -> int:
+    """Go through the outcomes of a campaign, each the totals so far, and print the last ones; 1 if anything went wrong."""
+    outcome, started = None, time.monotonic()
+    for outcome in outcomes:
+        sys.stderr.write(f"\r{outcome.saves} saves, {len(outcome.wrong)} wrong ")
         shutil.rmtree(folder, ignore_errors=True)
-    assert outcome is not None, "no runs were asked for"
-    facts = {"tiers": runs, "seed": seed, **asdict(outcome), "seconds": round(time.monotonic() - started, 1)}
+    assert outcome is not None, "nothing was asked for"
+    facts = {**asked, **describe_it(outcome), "seconds": round(time.monotonic() - started, 1)}
     sys.stdout.write(json.dumps(facts) + "\n")
     return 1 if outcome.wrong else 0
 

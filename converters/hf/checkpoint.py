@@ -90,8 +90,9 @@ def open_hf_checkpoint(url: StrPath, *, store: Store | None = None) -> HfCheckpo
     check_floats(dtypes, where=str(model.store))
     warn_of_other_dtypes(dtypes.values(), model.declared_dtype, where=str(model.store))
     check_tied_head(model)
+    left = copies(spec)
     chunks = sorted(
-        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items() if name not in copies(spec)),
+        ((name_in(LAYOUTS[TITAN], name, spec), tensor) for name, tensor in stored.items() if name not in left),
         key=lambda item: (item[0].ours, item[0].stacked.box.offsets if item[0].stacked else ()),
     )
     check_dtypes(((named.ours, tensor.dtype) for named, tensor in chunks), where=str(model.store))

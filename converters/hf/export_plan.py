@@ -125,7 +125,8 @@ def plan_export(
     layout = find_layout(manifest.by_fqn, str(checkpoint))
     found = _find_tensors(checkpoint, layout, spec)
     names = [*expected_tensors(spec), *_stored_copies(checkpoint, spec)]
-    tensors = tuple(_export_tensor(found[copies(spec).get(name, name)], name, manifest, dtype) for name in names)
+    original = copies(spec)
+    tensors = tuple(_export_tensor(found[original.get(name, name)], name, manifest, dtype) for name in names)
     if adapter is not None:
         adapter.check({tensor.named.hf: tensor.shape for tensor in tensors if tensor.named.stacked is None})
     shards, overflows = _shards(tensors, max_shard_bytes), Overflows()

@@ -166,9 +166,10 @@ def _name_in_mixture(hf_name: str, spec: ModelSpec) -> Named:
 
 
 # Hugging Face's names in a module that predicts further tokens, and ours.
-_PREDICTION_NAMES = {name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight")} | {
-    "shared_head.norm.weight": "norm.weight"
-}
+_PREDICTION_NAMES = {
+    "enorm.weight": "enorm.weight", "hnorm.weight": "hnorm.weight", "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "norm.weight",
+}  # fmt: skip
 _EXPERT_NAMES = ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
 
 

@@ -13,9 +13,8 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import StoreError, TransientStoreError
 from titan_ckpt.format.names import UNMIRRORED
-from titan_ckpt.saving import commit
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
-from titan_ckpt.saving.second_tier import Mirror, open_nearest
+from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.store.local import FileStore
 from tools.faults.tiers import Tier, tier_runs
 
@@ -83,63 +82,6 @@ def test_steps_of_a_job_that_died_before_it_copied_them(tmp_path: Path, safe: Ta
     with Saver(str(tmp_path / "fast"), SaveOptions(mirror=safe)):
         pass
     assert committed(safe) == [1, 2, 3]
-
-
-@pytest.mark.parametrize("kept_by", ["prune", "retention"])
-def test_a_job_killed_before_it_copied_leaves_a_list(
-    tmp_path: Path, safe: Target, monkeypatch: pytest.MonkeyPatch, kept_by: str
-) -> None:
-    """Nothing that such a job does can be relied upon: its list is on the disk when its COMMIT is."""
-    fast = tmp_path / "fast"
-    monkeypatch.setattr(Mirror, "_round", lambda *_: None)
-    monkeypatch.setattr(Mirror, "close", lambda _: None)
-    with Saver(str(fast), SaveOptions(mirror=safe)) as saver:
-        save(saver, 1)
-        save(saver, 2)
-    monkeypatch.undo()
-    assert (fast / UNMIRRORED).read_text().splitlines()[1:] == ["1", "2"]
-    if kept_by == "prune":
-        assert main(["prune", str(fast), "--keep-last", "1", "--yes"]) == 0
-    else:
-        with Saver(str(fast), SaveOptions(retention=KEEP_ONE)) as saver:
-            save(saver, 3)
-    assert committed(fast)[:2] == [1, 2]
-    with Saver(str(fast), SaveOptions(mirror=safe)):
-        pass
-    assert committed(safe)[:2] == [1, 2]
-    assert not (fast / UNMIRRORED).exists()
-
-
-def test_the_list_is_written_before_the_commit(tmp_path: Path, safe: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that fails takes its line back."""
-    fast = tmp_path / "fast"
-    lists: list[list[str]] = []
-
-    def fails(*_: object, **__: object) -> None:
-        lists.append((fast / UNMIRRORED).read_text().splitlines()[1:])
-        raise StoreError("no room")
-
-    with Saver(str(fast), SaveOptions(mirror=safe)) as saver:
-        save(saver, 1)
-        monkeypatch.setattr(commit, "commit_checkpoint", fails)
-        with pytest.raises(SaveError, match="no room"):
-            save(saver, 2)
-        assert lists == [["2"]]
-        assert not (fast / UNMIRRORED).exists()
-
-
-def test_a_line_of_a_step_that_was_never_committed_goes(tmp_path: Path, safe: Target) -> None:
-    fast = tmp_path / "fast"
-    with Saver(str(fast), SaveOptions(mirror=safe)) as saver:
-        save(saver, 1)
-        save(saver, 2)
-    (fast / "step-00000002" / "COMMIT.json").unlink()  # as if the job was killed just before it
-    (fast / UNMIRRORED).write_text("2\n")
-    for path in (tmp_path / "safe" / "step-00000002").rglob("*"):
-        path.unlink(missing_ok=True) if path.is_file() else None
-    with Saver(str(fast), SaveOptions(mirror=safe)):
-        pass
-    assert not (fast / UNMIRRORED).exists()
 
 
 def test_an_empty_tier_gets_the_newest_step_not_the_history(tmp_path: Path, safe: Target) -> None:

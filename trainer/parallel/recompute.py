@@ -118,24 +118,31 @@ class _Recomputed:
     def __init__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._forward = forward
         self._inputs = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.requires_grad), (args, kwargs))
-        self._count, self._values = 0, list[Tensor]()
+        self._count = 0
+        self._values: list[Tensor] | None = None
 
     def pack(self, _: Tensor) -> int:
         self._count += 1
         return self._count - 1
 
     def unpack(self, number: int) -> Tensor:
-        if not self._values:
-            args, kwargs = self._inputs
-            with torch.enable_grad(), saved_tensors_hooks(self._keep, lambda x: x):
-                self._forward(*args, **kwargs)
-            if len(self._values) != self._count:
-                raise RuntimeError(f"the forward saved {self._count} tensors, its recomputation {len(self._values)}")
+        if self._values is None:
+            self._values = self._recompute()
         return self._values[number]
 
-    def _keep(self, x: Tensor) -> Tensor:
-        self._values.append(x.detach())
-        return x
+    def _recompute(self) -> list[Tensor]:
+        values = list[Tensor]()
+
+        def keep(x: Tensor) -> Tensor:
+            values.append(x.detach())
+            return x
+
+        args, kwargs = self._inputs
+        with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+            self._forward(*args, **kwargs)
+        if len(values) != self._count:
+            raise RuntimeError(f"the forward saved {self._count} tensors, its recomputation {len(values)}")
+        return values
 
 
 def _selective_contexts() -> Any:
