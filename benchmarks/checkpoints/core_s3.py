@@ -11,8 +11,9 @@ import argparse
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ class Plain:
             done += raw.readinto(view[done:])
 
 
+@contextmanager
+def server_of_all_cores() -> Iterator[Server]:
+    """A server with the one bucket, its data in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder, running_server(Path(folder), [BUCKET]) as server:
+        yield server
+
+
+@contextmanager
+def server_of_one_core() -> Iterator[Server]:
+    """The same, kept off all cores but one: a server takes none of a training node's cores."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})  # inherited by the server
+    with server_of_all_cores() as server:
+        os.sched_setaffinity(0, cores)
+        yield server
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=float, default=0.5, help="GB of state")
@@ -80,9 +98,11 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     state = make_state(arguments.size)
     target = {part: {name: t.clone().zero_() for name, t in inner.items()} for part, inner in state.items()}
-    with tempfile.TemporaryDirectory() as folder, running_server(Path(folder), [BUCKET]) as server:
+    with server_of_all_cores() as server:
         os.environ.update(server.environment)
         bars = bench(server, state, target, arguments.rounds)
+    with server_of_one_core() as server:
+        os.environ.update(server.environment)
         bars += bench_rate(min(arguments.size, 0.5), f"s3://{BUCKET}/rate", arguments.pace, "S3")
     size = sum(t.numel() * t.element_size() for t in tensors_of(state)) / 1e9
     write_section(

@@ -13,7 +13,7 @@ from titan_ckpt.checkpoint.subclasses import known_and
 from titan_ckpt.checkpoint.unflattened import with_keys_of
 from titan_ckpt.loading.destinations import has_shared_elements
 from titan_ckpt.loading.policy import LoadPolicy
-from titan_ckpt.state.classes import classes_in, named
+from titan_ckpt.state.classes import allowed_by, named
 from titan_ckpt.state.flatten import is_value
 
 _ATOMS = (int, float, str, bool, type(None))
@@ -22,13 +22,13 @@ _ATOMS = (int, float, str, bool, type(None))
 def read_objects(
     checkpoint: Checkpoint, names: Iterable[str], present: Mapping[str, Any], policy: LoadPolicy
 ) -> dict[str, Any]:
-    """Read values by name. Of the caller's own classes, `policy.allow` and those of the objects that are `present` are made.
+    """Read values by name. Of the caller's own classes and functions, `policy.allow` and those that are `present` are made.
 
     Keys that became text in a mapping stored whole are again those of the one that is `present`.
     """
     always = named(policy.allow)
     found = {
-        name: read_object(checkpoint, name, allowed=known_and(classes_in(present[name]), always))
+        name: read_object(checkpoint, name, allowed=known_and(always, allowed_by(present[name])))
         if type(present[name]) not in _ATOMS
         else read_object(checkpoint, name, allowed=known_and(always))
         for name in names

@@ -12,7 +12,7 @@ from titan_ckpt.checkpoint.objects import read_object
 from titan_ckpt.checkpoint.subclasses import known_and, one_for_all
 from titan_ckpt.format.structure import Mark, mark_of, owner_of
 from titan_ckpt.loading.policy import LoadPolicy
-from titan_ckpt.state.classes import classes_in, named
+from titan_ckpt.state.classes import allowed_by, named
 from titan_ckpt.state.flatten import FlatState
 from titan_ckpt.state.state_dict import has_part_of, local_shard
 from titan_ckpt.state.subclasses import without_shapes
@@ -23,7 +23,7 @@ def stored_marks(checkpoint: Checkpoint, flat: FlatState, policy: LoadPolicy) ->
     found: dict[str, Mark] = {}
     for name in flat.marks:
         if name in checkpoint.manifest.objects_by_fqn:
-            allowed = known_and(classes_in(flat.objects[name]), named(policy.allow))
+            allowed = known_and(named(policy.allow), allowed_by(flat.objects[name]))
             mark = mark_of(read_object(checkpoint, name, allowed=allowed))
             if mark is not None:
                 found[name] = mark

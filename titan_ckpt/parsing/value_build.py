@@ -28,6 +28,13 @@ class Known:
     constructors: Mapping[Name, Constructor]
 
 
+@dataclass(frozen=True, slots=True)
+class OnlyNamed:
+    """A function that a value may hold. Nothing calls it while the value is built."""
+
+    function: Callable[..., Any]
+
+
 class Builder:
     """Builds one value. `allowed` are classes and functions of the caller by `module.name`; `storages` the bytes of tensors.
 
@@ -89,9 +96,9 @@ class Builder:
         if name in self._known.constants:
             return self._known.constants[name]
         if (own := self._allowed.get(".".join(name))) is not None:
-            return own
+            return own.function if isinstance(own, OnlyNamed) else own
         outer, _, member = name[1].rpartition(".")
-        if (outer_kind := self._allowed.get(f"{name[0]}.{outer}")) is not None:
+        if isinstance(outer_kind := self._allowed.get(f"{name[0]}.{outer}"), type):
             return self._member(outer_kind, member)
         raise self._refused(name)
 
@@ -115,13 +122,14 @@ class Builder:
                     f"{'.'.join(call)} cannot be made: {type(error).__name__}: {str(error)[:200]}"
                 ) from error
         own = self._allowed.get(".".join(call))
-        if own is None:
+        if own is None or isinstance(own, OnlyNamed):
             raise self._refused(call)
         return build_own(self, own, record)
 
     def own(self, name: Name) -> Any:
         """A class that the caller allows. UnsafeContentError if it is none."""
-        if (found := self._allowed.get(".".join(name))) is None:
+        found = self._allowed.get(".".join(name))
+        if found is None or isinstance(found, OnlyNamed):
             raise self._refused(name)
         return found
 

@@ -89,7 +89,9 @@ class _Reader(pickle.Unpickler):
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
-        return self._member if (module, name) == ("builtins", "getattr") else self._named(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            self.names[module, name] = self._member
+        return self._named(module, name)
 
     def _new_member(self, kind: Any, *args: Any) -> Any:
         """A call of `getattr`, by which protocol 2 names a class inside of another one, a method, a member of an Enum."""

@@ -60,8 +60,9 @@ def _mapping(builder: Builder, record: Record) -> Any:
 
 def _defaultdict(builder: Builder, record: Record) -> Any:
     factory = builder.value(record.args[0]) if record.args else None
-    if factory is not None and factory not in _TYPES:
-        factory = builder.own(record.args[0].call) if is_name(record.args[0]) else builder.fail("a factory")
+    is_named = factory is None or (is_name(record.args[0]) and callable(factory))
+    if not is_named and factory not in _TYPES:
+        raise builder.fail("a factory")
     found: defaultdict[Any, Any] = builder.keep(record, defaultdict(factory))
     return _filled(builder, record, found)
 

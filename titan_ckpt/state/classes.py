@@ -1,24 +1,33 @@
-"""Classes of the caller: those of the objects in a value, and those that a load allows."""
+"""Classes and functions of the caller: those of the objects in a value, and those that a load allows."""
 
 from __future__ import annotations
 
+import functools
 import types
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from titan_ckpt.parsing.value_build import OnlyNamed
+
 MAX_OBJECTS = 100_000
-_ATOMS = (str, int, float, complex, bool, bytes, bytearray, type(None), types.FunctionType, types.ModuleType)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+_ATOMS = (str, int, float, complex, bool, bytes, bytearray, type(None), types.ModuleType, *_FUNCTIONS)
 
 
-def classes_in(value: Any) -> dict[str, Any]:
-    """The classes of all objects in a value, and classes that it holds, by `module.name`."""
+def allowed_by(value: Any) -> dict[str, Any]:
+    """The classes of all objects in a value, and classes and functions that it holds, by `module.name`."""
     found: dict[str, Any] = {}
     for each in objects_in(value):
+        if isinstance(each, _FUNCTIONS):
+            found.setdefault(_name(each), OnlyNamed(each))
+            continue
         kind = each if isinstance(each, type) else type(each)
-        found.setdefault(f"{kind.__module__}.{kind.__qualname__}", kind)
-    return {name: kind for name, kind in found.items() if kind.__module__ != "builtins"}
+        if kind.__module__ != "builtins":
+            found.setdefault(_name(kind), kind)
+    return found
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -37,6 +46,10 @@ def objects_in(value: Any) -> Iterator[Any]:
             inside += each
         elif isinstance(each, np.ndarray) and each.dtype.hasobject:
             inside += each.ravel().tolist()
+        elif isinstance(each, functools.partial):
+            inside += [each.func, each.args, each.keywords]
+        if isinstance(each, defaultdict):
+            inside.append(each.default_factory)
         inside += _attributes(each)
 
 
@@ -56,4 +69,8 @@ def _slots(kind: type) -> Iterable[str]:
 
 def named(allow: Iterable[Any]) -> dict[str, Any]:
     """Classes and functions by `module.name`, as pickles name them."""
-    return {f"{each.__module__}.{each.__qualname__}": each for each in allow}
+    return {_name(each): each for each in allow}
+
+
+def _name(each: Any) -> str:
+    return f"{each.__module__}.{each.__qualname__}"

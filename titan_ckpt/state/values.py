@@ -17,7 +17,7 @@ from titan_ckpt.errors import TitanError, UnsafeContentError, UsageError
 from titan_ckpt.parsing.pickle_check import check_pickle
 from titan_ckpt.parsing.value_archive import write_archive
 from titan_ckpt.parsing.values import decode_value
-from titan_ckpt.state.classes import classes_in, objects_in
+from titan_ckpt.state.classes import allowed_by, objects_in
 
 _ATOMS = frozenset({int, float, str, bool, type(None)})
 _CONTAINERS = frozenset({list, tuple, dict})
@@ -145,7 +145,7 @@ def _torch_bytes(value: Any, protocol: int) -> bytes:
 def _checked(fqn: str, value: Any, data: bytes) -> bytes:
     """`data`, which must be readable where the state to be loaded holds objects of the same classes in this place."""
     try:
-        decode_value(data, where=f"value {fqn!r}", allowed=classes_in(value))
+        decode_value(data, where=f"value {fqn!r}", allowed=allowed_by(value))
     except TitanError as error:
         why = error.what if isinstance(error, UnsafeContentError) else error
         raise UsageError(
