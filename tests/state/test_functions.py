@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +28,15 @@ def halved(value: float = 2.0) -> float:
     return value / 2
 
 
+class Rate:
+    """A class with a method of its own."""
+
+    @classmethod
+    def halved(cls) -> float:
+        """Half a rate."""
+        return 0.5
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -35,6 +45,10 @@ def halved(value: float = 2.0) -> float:
         open,
         getattr,
         torch.nn.functional.relu,
+        torch.relu,
+        np.add,
+        str.upper,
+        Rate.halved,
         {"nested": {"rate": halved}},
         (halved, [len]),
         {halved},

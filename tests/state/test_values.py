@@ -166,7 +166,7 @@ class Cursed:
         return (pathlib.Path.touch, (pathlib.Path("never"),))
 
 
-@pytest.mark.parametrize("value", [torch.relu, "".join, [{}.get], Cursed(), [Cursed()], OSError(2), lambda: 0])
+@pytest.mark.parametrize("value", ["".join, [{}.get], Cursed(), [Cursed()], OSError(2), lambda: 0])
 def test_what_cannot_be_loaded_is_refused_at_save(value: Any, tmp_path: Path) -> None:
     with pytest.raises(TitanError, match=r"run\.thing: a .* (is not saved|cannot be stored)"):
         save(str(tmp_path), {"run": {"thing": value}, "w": torch.ones(1)}, step=1)

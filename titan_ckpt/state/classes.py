@@ -13,17 +13,18 @@ import numpy as np
 from titan_ckpt.parsing.value_build import OnlyNamed
 
 MAX_OBJECTS = 100_000
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-_ATOMS = (str, int, float, complex, bool, bytes, bytearray, type(None), types.ModuleType, *_FUNCTIONS)
+_METHODS = (types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType)
+_ATOMS = (
+    str, int, float, complex, bool, bytes, bytearray, type(None), types.ModuleType, types.FunctionType, *_METHODS,
+)  # fmt: skip
 
 
 def allowed_by(value: Any) -> dict[str, Any]:
     """The classes of all objects in a value, and classes and functions that it holds, by `module.name`."""
     found: dict[str, Any] = {}
     for each in objects_in(value):
-        if isinstance(each, _FUNCTIONS):
+        if callable(each) and not isinstance(each, type):
             found.setdefault(_name(each), OnlyNamed(each))
-            continue
         kind = each if isinstance(each, type) else type(each)
         if kind.__module__ != "builtins":
             found.setdefault(_name(kind), kind)
@@ -73,4 +74,9 @@ def named(allow: Iterable[Any]) -> dict[str, Any]:
 
 
 def _name(each: Any) -> str:
-    return f"{each.__module__}.{each.__qualname__}"
+    """As a pickle names it; a method of a class by the name of the class."""
+    made = each.__reduce__() if isinstance(each, _METHODS) else ""
+    if not isinstance(made, str) and isinstance(made[1][0], type):
+        return f"{_name(made[1][0])}.{made[1][1]}"
+    name = getattr(each, "__qualname__", None) or getattr(each, "__name__", "")
+    return f"{getattr(each, '__module__', None)}.{name}"

@@ -67,7 +67,7 @@ LEAVES: dict[str, Any] = {
 _OTHER: dict[str, Any] = {
     "enum": Colour.BLUE, "flag": Level.LOW, "dataclass": Settings(), "named tuple": Pair(0, ""),
     "named tuple with tensor": Pair(torch.zeros(3, dtype=torch.int64), 0), "class": Settings,
-    "tuple with tensor": (torch.zeros(3), ""),
+    "function": len, "tuple with tensor": (torch.zeros(3), ""),
 }  # fmt: skip
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "top": lambda leaf: {"x": leaf, "w": torch.ones(1)},
@@ -85,7 +85,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 def _leaves_in_containers() -> Iterator[Kind]:
     for leaf, value in LEAVES.items():
         for container, wrap in _CONTAINERS.items():
-            if container != "top" and leaf in ("function", "lambda", "class"):
+            if container != "top" and leaf == "lambda":
                 continue
 
             def full(value: Any = value, wrap: Callable[[Any], Any] = wrap) -> Any:

@@ -28,8 +28,6 @@ from tools.zoo import animals
 from tools.zoo.kinds import Kind
 
 STEP = "step-00000001"
-GAPS = ("function in top",)
-"""Kinds that DCP can and that are refused by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def visit(kind: Kind, folder: Path) -> Visit:
         save(str(folder / "ours"), kind.full(), step=1)
     except TitanError as error:
         is_named = any(key in str(error) for key in kind.full())
-        is_worse = theirs == "equal" and kind.name not in GAPS
+        is_worse = theirs == "equal"
         wrong = f"refused, but DCP can: {error}" if is_worse else "" if is_named else f"refused without a name: {error}"
         return Visit(kind.name, "refused", theirs, wrong)
     except Exception as error:  # noqa: BLE001  (reported)
@@ -99,7 +97,7 @@ def _loaded(kind: Kind, url: Path) -> str:
 
 
 def _read_all(_: Kind, folder: Path) -> str:
-    allow = [animals.Colour, animals.Level, animals.Pair, animals.Settings]
+    allow = [animals.Colour, animals.Level, animals.Pair, animals.Settings, len]
     return shown(open_checkpoint(str(folder / "ours")).read_all(allow=allow))
 
 
