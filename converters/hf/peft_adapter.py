@@ -5,6 +5,7 @@ Format: adapter_config.json and adapter_model.safetensors as PEFT writes them (n
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_DIGEST = (
     "titan_ckpt.base_digest"  # in its metadata, if our trainer made it: `values_digest` of the weights it modifies
 )
+BASE_DTYPE = "titan_ckpt.base_dtype"  # there too: how the weights were kept in training, if quantised
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 # Settings that change the merge, with their supported values; null is always supported.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -132,6 +135,12 @@ def open_adapter(url: StrPath) -> Adapter:
         )
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     header = read_header(store, ADAPTER_WEIGHTS)
+    if dtype := header.metadata.get(BASE_DTYPE):
+        log.warning(
+            "%s: was trained on weights in %s, and is merged into the weights that these were made of: the merged model differs "
+            "from the trained one by what %s had rounded; evaluate it",
+            store, show(dtype), show(dtype),
+        )  # fmt: skip
     return Adapter(
         where=str(store),
         scale=scale,

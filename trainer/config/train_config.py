@@ -41,6 +41,7 @@ from titan_ckpt.trainer.model.lora import LoraConfig, check_lora, check_targets
 from titan_ckpt.trainer.model.plan import plan_of, routers_of
 from titan_ckpt.trainer.parallel.config import ParallelConfig, check_fits, mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, check_groups, check_numbers, learning_rate
+from titan_ckpt.trainer.parallel.precision import check_base
 from titan_ckpt.trainer.seams.boundary import calling, refuse
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -377,6 +378,7 @@ def resolve_mesh(config: TrainConfig, world_size: int) -> MeshSpec:
     check_fits(
         config.spec, config.mesh, mesh, seq_len=config.data.seq_len, microbatch_size=config.train.microbatch_size
     )
+    check_base(config.lora, config.mesh, mesh)
     return mesh
 
 

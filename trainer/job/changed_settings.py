@@ -66,7 +66,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAID, "train", "steps global_batch_size batch_ramp freeze"),
     **_each(Effect.SAME, "train", "microbatch_size max_seconds device deterministic gc_every init_timeout_s"),
     **_each(Effect.SAME, "train", "step_timeout_s"),
-    **_each(Effect.REFUSED, "lora", "rank alpha targets"),
+    **_each(Effect.REFUSED, "lora", "rank alpha targets base"),
     **_each(Effect.DATA, "validation", "fraction"),
     **_each(Effect.SAME, "validation", "every samples sets"),
     **_each(Effect.SAME, "validation.sets", "name url format text_field"),
@@ -81,7 +81,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "debug", "recorder stall_s"),
 }
 
-
+_NEWER = {"lora.base": "float32"}  # what a setting was in checkpoints of before it
 _TABLES = frozenset(name.partition(".")[0] for name in EFFECTS)  # all others are an extension's
 
 
@@ -115,8 +115,9 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], effect: Effect) 
             or (table == "lora" and _is_off(then, since))
         ):
             continue
-        if key in then and key in since and then[key] != since[key]:
-            changes.append(f"{name}: {then[key]} -> {since[key]}")
+        before_it = then.get(key, _NEWER.get(name))
+        if before_it is not None and key in since and before_it != since[key]:
+            changes.append(f"{name}: {before_it} -> {since[key]}")
     return changes
 
 

@@ -84,7 +84,7 @@ def _load(
     check_model(checkpoint, model.spec.config)
     if not averaged:
         state = live_state(model, None)
-        check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
+        check_all_taken(checkpoint, load_weights(checkpoint, [state]), tuple(state), control)
         return None
     if not config.optimizer.ema_decay:
         raise LoadContractError(f"{checkpoint} has no averages of the weights: its run had optimizer.ema_decay = 0")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
@@ -21,7 +22,9 @@ from titan_ckpt.loading.values_digest import Part, combine, sum_of
 from titan_ckpt.location import parse_location, redact
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.resume import Start, check_all_taken, check_model, load_weights, open_for
+from titan_ckpt.trainer.model.linear import Nf4Linear
 from titan_ckpt.trainer.model.lora import BASE, check_whole, is_adapter
+from titan_ckpt.trainer.model.stages import blocks_of
 from titan_ckpt.trainer.parallel.initialize import local_box
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
@@ -92,12 +95,13 @@ def load_base(url: str, start: Start, parallelized: Parallelized, control: Contr
     else:
         checkpoint = open_again(url, was, config, control, what="the base of the adapters")
     check_model(checkpoint, config)
-    weights = parallelized.model_state()
+    weights, quantised = parallelized.model_state(), sum(len(targets) for targets in nf4_targets(parallelized))
     base = {name: tensor for name, tensor in weights.items() if not is_adapter(name)}
     now = read_frozen(checkpoint, url, base, parallelized, control)
     log.info(
-        "adapters on %s: %d of %d tensors of this rank are trained", checkpoint, len(weights) - len(base), len(weights)
-    )
+        "adapters on %s: %d of %d tensors of this rank are trained; %d are kept in NF4",
+        checkpoint, len(weights) - len(base), len(weights) + quantised, quantised,
+    )  # fmt: skip
     if start.checkpoint is not None and start.is_own:
         _check_base(start.checkpoint, was, now)
     return now
@@ -158,11 +162,38 @@ def _choose(url: str, was: FrozenWeights | None, what: str) -> tuple[str, int]:
 def read_frozen(
     checkpoint: Checkpoint, url: str, weights: Mapping[str, Tensor], model: Parallelized, control: ControlGroup
 ) -> FrozenWeights:
-    """Load `weights` of this rank, all that `checkpoint` has of a model; collective."""
-    check_all_taken(checkpoint, load_weights(checkpoint, {"model": dict(weights)}), ("model",), control)
-    gathered = control.gather(_sums(weights, model))
+    """Load `weights` of this rank and those it keeps in NF4, all that `checkpoint` has of a model; collective."""
+    sums: dict[Part, int] = {}
+    check_all_taken(checkpoint, load_weights(checkpoint, _in_turn(weights, model, sums)), ("model",), control)
+    gathered = control.gather(sums)
     digest = control.from_first(lambda: combine(_joined(gathered, checkpoint)))
     return FrozenWeights(url=redact(parse_location(url).url), step=checkpoint.step, digest=digest)
+
+
+def _in_turn(
+    weights: Mapping[str, Tensor], model: Parallelized, sums: dict[Part, int]
+) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """What to load at once: `weights`, then block by block those to quantise. Adds up `sums` of what has been loaded."""
+    yield {"model": dict(weights)}
+    sums.update(_sums(weights, model))
+    for targets in nf4_targets(model):
+        wholes = {
+            f"{fqn}.weight": torch.empty(target.out_features, target.in_features, device=model.ranks.device)
+            for fqn, target in targets.items()
+        }
+        yield {"model": wholes}
+        sums.update(_sums(wholes, model))
+        for fqn, target in targets.items():
+            target.quantise(wholes.pop(f"{fqn}.weight"), f"{fqn}.weight")
+
+
+def nf4_targets(model: Parallelized) -> list[dict[str, Nf4Linear]]:
+    """The projections of each block of this rank that are kept in NF4, by FQN; blocks without any are left out."""
+    blocks = [found for part in model.parts for found in blocks_of(model.plan, part).items()]
+    found = [
+        {name: m for name, m in block.named_modules(prefix=fqn) if isinstance(m, Nf4Linear)} for fqn, block in blocks
+    ]
+    return [targets for targets in found if targets]
 
 
 def _sums(weights: Mapping[str, Tensor], model: Parallelized) -> dict[Part, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +15,7 @@ from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import ConfigError, DataError, LoadContractError, NotCommittedError, TitanError
 from titan_ckpt.loading.load import load
-from titan_ckpt.loading.policy import LoadPolicy, LoadReport
+from titan_ckpt.loading.policy import LoadPolicy
 from titan_ckpt.saving.second_tier import open_nearest
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineSpec, count_layers
@@ -213,7 +213,7 @@ def restore(
     check_model(checkpoint, parallelized.spec.config, is_whole=not start.model_only)
     state = live_state(parallelized, None if start.model_only else optimizer)
     if start.model_only:
-        check_all_taken(checkpoint, load_weights(checkpoint, state), tuple(state), control)
+        check_all_taken(checkpoint, load_weights(checkpoint, [state]), tuple(state), control)
         return TrainingProgress()
     _check_optimizer(checkpoint, optimizer)
     training = checkpoint.manifest.training
@@ -222,7 +222,7 @@ def restore(
     else:
         log.warning("%s has no position in this data; reading starts at the first sample", checkpoint)
     report = load(checkpoint, {**state, **_stored_hooks(checkpoint, hooks)}, policy=LoadPolicy(extra="allow"))
-    check_all_taken(checkpoint, report, tuple(state), control)
+    check_all_taken(checkpoint, report.loaded, tuple(state), control)
     return TrainingProgress(
         step=int(training["step"]),
         samples=int(training["data"]["position"]) if "data" in training else 0,
@@ -257,23 +257,27 @@ def _check_optimizer(checkpoint: Checkpoint, optimizer: Optimizer) -> None:
         raise ConfigError(f"{checkpoint} has {what} of the weights, but optimizer.ema_decay is {decay} here; {remedy}")
 
 
-def load_weights(checkpoint: Checkpoint, state: dict[str, Any]) -> LoadReport:
-    """Load another run's or tool's weights, whose dtypes may be narrower than ours."""
-    report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
-    for cast in sorted(set(report.cast.values())):
+def load_weights(checkpoint: Checkpoint, states: Iterable[dict[str, Any]]) -> list[str]:
+    """Load another run's or tool's weights, whose dtypes may be narrower than ours, state by state; returns their names."""
+    loaded, casts = [], set()
+    for state in states:
+        report = load(checkpoint, state, policy=LoadPolicy(extra="allow", cast="allow"))
+        loaded += report.loaded
+        casts |= set(report.cast.values())
+    for cast in sorted(casts):
         log.info("%s: weights are cast: %s, without loss", checkpoint, cast)
-    return report
+    return loaded
 
 
-def check_all_taken(checkpoint: Checkpoint, report: LoadReport, parts: Sequence[str], control: ControlGroup) -> None:
-    """Refuse a checkpoint with tensors in `parts` that no rank has loaded. A single rank loads only its own stages.
+def check_all_taken(checkpoint: Checkpoint, names: Iterable[str], parts: Sequence[str], control: ControlGroup) -> None:
+    """Refuse a checkpoint with tensors in `parts` that no rank has loaded; this rank, only its own stages, has loaded `names`.
 
     All modules of `[model.ahead]` may be left out; `check_model` has said so."""
-    loaded = set(report.loaded)
-    names = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
-    taken = control.all_reduce_max([float(fqn in loaded) for fqn in names])
-    left = [fqn for fqn, is_taken in zip(names, taken, strict=True) if not is_taken]
-    ahead = {name for name in names if name.startswith(AHEAD)}
+    loaded = set(names)
+    stored = [fqn for fqn in checkpoint.manifest.by_fqn if fqn.partition(".")[0] in parts]
+    taken = control.all_reduce_max([float(fqn in loaded) for fqn in stored])
+    left = [fqn for fqn, is_taken in zip(stored, taken, strict=True) if not is_taken]
+    ahead = {name for name in stored if name.startswith(AHEAD)}
     if ahead <= {*left}:
         left = [name for name in left if name not in ahead]
     if left:

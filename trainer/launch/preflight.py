@@ -21,7 +21,7 @@ from titan_ckpt.trainer.data.chat_template import day, open_template
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
-from titan_ckpt.trainer.model.lora import check_whole
+from titan_ckpt.trainer.model.lora import check_whole, kept_bytes
 from titan_ckpt.trainer.model.plan import plan_of
 
 
@@ -52,10 +52,10 @@ def _check_corpora(config: TrainConfig) -> None:
 
 
 def check_memory(config: TrainConfig) -> None:
-    """ConfigError if the weights alone, one float32 copy over all ranks, are more than this machine's memory, on CPU."""
+    """ConfigError if the weights alone, one copy over all ranks, are more than this machine's memory, on CPU."""
     if config.train.device == "cuda" or torch.accelerator.is_available():
         return
-    needed = 4 * plan_of(config.spec).num_parameters
+    needed = kept_bytes(config.lora, plan_of(config.spec))
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > there:
         raise ConfigError(

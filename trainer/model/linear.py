@@ -1,18 +1,26 @@
-"""Matrix products of fp32 weights on a CPU, by oneDNN.
+"""Projections: fp32 weights on a CPU by oneDNN, frozen weights in NF4 by torchao.
 
-torch's own are MKL's, which leaves half of an AMD processor's vector units idle: oneDNN takes 0.45 times as long there.
-Everywhere else (another device or dtype, a compiled block, a tensor subclass) these are torch's own products.
+torch's own products on a CPU are MKL's, which leaves half of an AMD processor's vector units idle: oneDNN takes 0.45 times as
+long. Everywhere else (another device or dtype, a compiled block, a tensor subclass) these are torch's own products.
+
+NF4 (QLoRA, arXiv 2305.14314) is a 4-bit code for each value and a scale for each 64 of them. The scales are 8-bit codes of their
+difference from one mean of the whole weight, so a part of a weight would have other codes: a rank holds such a weight whole.
 
 Shapes: N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titan_ckpt.errors import ConfigError, LoadContractError, MissingExtraError
 
 # The operators are not part of torch's public API: without them all products are torch's own.
 _HAS_ONEDNN: bool = (
@@ -22,6 +30,8 @@ _HAS_ONEDNN: bool = (
 )
 _FEW_ROWS = 512  # up to here a plain product gives the weight's gradient sooner: its own kernel reorders both factors
 ONEDNN_PRODUCTS = (torch.ops.mkldnn._linear_pointwise.default,) if _HAS_ONEDNN else ()  # for choosing what to keep
+BLOCK, SCALES = 64, 256  # values that share a scale, and scales that share a factor, at most
+_MISSING = ("torchao", "train", 'lora.base = "nf4"')
 
 
 class Linear(nn.Linear):
@@ -91,3 +101,62 @@ class _Linear(torch.autograd.Function):
             weight_gradient(grad_NO, x_NI) if needs_weight else None,
             grad_NO.sum(dim=0) if needs_bias else None,
         )
+
+
+class Nf4Linear(nn.Module):
+    """A frozen projection, whose weight is no parameter: nothing shards, casts, saves or initialises it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", linear.bias)
+        self._codes: Any = None  # torchao's NF4Tensor, once `quantise` has made it
+
+    def quantise(self, weight_OI: Tensor, name: str) -> None:
+        """Take the weight `name`. LoadContractError if its values have no codes."""
+        codes = _to_nf4()(weight_OI, BLOCK, math.gcd(weight_OI.numel() // BLOCK, SCALES))
+        if not codes.get_original_weight().isfinite().all():
+            raise LoadContractError(
+                f"{name}: holds an infinity or NaN, which would spoil all values that NF4 scales with it; take the base from an "
+                "intact checkpoint"
+            )
+        self._codes = codes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """torchao's product, whose backward decodes the weight again."""
+        return F.linear(x, self._codes, self.bias)
+
+
+def check_nf4(name: str, linear: nn.Linear) -> None:
+    """ConfigError for a projection whose weight cannot be kept in NF4; MissingExtraError without torchao."""
+    if find_spec("torchao") is None:  # its import takes seconds
+        raise MissingExtraError(*_MISSING)
+    if type(linear) not in (nn.Linear, Linear):
+        raise ConfigError(
+            f'lora.base = "nf4": {name} is a {type(linear).__name__}, whose forward would be replaced by a plain product; '
+            'leave it out of lora.targets, or use lora.base = "float32"'
+        )
+    if linear.weight.numel() % BLOCK:
+        raise ConfigError(
+            f'lora.base = "nf4": {name}.weight has {linear.out_features} x {linear.in_features} values, not a multiple of the '
+            f'{BLOCK} that share a scale; leave it out of lora.targets, or use lora.base = "float32"'
+        )
+
+
+def nf4_bytes(num_values: int) -> float:
+    """What a weight takes: half a byte per value, a byte per scale, 4 per factor."""
+    scales = num_values // BLOCK
+    return num_values / 2 + scales + 4 * scales / math.gcd(scales, SCALES)
+
+
+def _to_nf4() -> Callable[[Tensor, int, int], Any]:
+    try:  # an extra
+        try:
+            from torchao.quantization import to_nf4
+        except ImportError:
+            from torchao.dtypes import to_nf4  # before 0.16
+    except ImportError as error:
+        raise MissingExtraError(*_MISSING) from error
+    found: Callable[[Tensor, int, int], Any] = to_nf4
+    return found

@@ -1,7 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): y = W x + alpha / rank * B A x, where W is frozen and A and B are trained.
 
-Checkpoints of such a run hold only the adapters and their moments; W is read again from `resume.from`. Under tensor parallelism
-the factor on the sharded side of W is sharded like W; the other is replicated and its gradient is a partial sum.
+Checkpoints of such a run hold only the adapters and their moments; W is read again from `resume.from`, and kept in NF4 if
+`LoraConfig.base` says so. Under tensor parallelism the factor on the sharded side of W is sharded like W; the other is replicated
+and its gradient is a partial sum.
 
 Names: A of `q_proj.weight` is `q_proj.lora_A.weight`; PEFT's are the same behind `base_model.model.`.
 """
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ from titan_ckpt.errors import AlreadyExistsError, ConfigError, LoadContractError
 from titan_ckpt.location import redact
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.device_mesh import RankMesh
+from titan_ckpt.trainer.model.linear import Nf4Linear, check_nf4, nf4_bytes
 from titan_ckpt.trainer.model.plan import Plan
 
 _OF_TOKENIZER = re.compile(r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja")
 FACTORS = ("lora_A", "lora_B")
 BASE = "base"  # in the training record: url, step and digest of the values that the adapters modify
 BASE_DIGEST = "titan_ckpt.base_digest"  # the same digest in the metadata of an exported adapter
+BASE_DTYPE = "titan_ckpt.base_dtype"  # there too: `LoraConfig.base`, if the base was quantised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class LoraConfig:
     rank: int = 0  # of the adapters; 0: none
     alpha: float = 16.0  # adapters are scaled by alpha / rank
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")  # projections with adapters
+    base: Literal["float32", "nf4"] = "float32"  # how the weights of the targets are kept; nf4: 4 bits a value (QLoRA)
 
 
 def check_lora(lora: LoraConfig, *, base: str) -> None:
@@ -53,11 +57,30 @@ def check_lora(lora: LoraConfig, *, base: str) -> None:
 
 
 def check_targets(lora: LoraConfig, plan: Plan) -> None:
-    """ConfigError unless every target is a projection of the model's blocks."""
+    """ConfigError unless every target is a projection of the model's blocks, and `lora.base` can hold its weight."""
     known = sorted({fqn.rpartition(".")[2] for fqn in plan.linears})
     unknown = [name for name in lora.targets if name not in known]
     if lora.rank and (unknown or not lora.targets):
         raise ConfigError(f"lora.targets {list(unknown or lora.targets)}: choose from {', '.join(known)}")
+    if lora.base == "nf4":
+        tied = {*plan.spec.tied, *plan.spec.tied.values()}
+        for fqn, linear in targets_of(lora, plan).items():
+            check_nf4(fqn, linear)
+            if f"{fqn}.weight" in tied:
+                raise ConfigError(
+                    f'lora.base = "nf4": {fqn}.weight is tied to another weight, which is kept in float32'
+                )
+
+
+def targets_of(lora: LoraConfig, plan: Plan) -> dict[str, nn.Linear]:
+    """The projections of the whole model that have adapters."""
+    return {fqn: linear for fqn, linear in plan.linears.items() if fqn.rpartition(".")[2] in lora.targets}
+
+
+def kept_bytes(lora: LoraConfig, plan: Plan) -> float:
+    """What one copy of the model's weights takes: 4 bytes a value, fewer for those in NF4."""
+    quantised = targets_of(lora, plan).values() if lora.rank and lora.base == "nf4" else ()
+    return 4.0 * plan.num_parameters + sum(nf4_bytes(m.weight.numel()) - 4.0 * m.weight.numel() for m in quantised)
 
 
 def add_adapters(part: nn.Module, plan: Plan, lora: LoraConfig, ranks: RankMesh) -> set[str]:
@@ -66,14 +89,18 @@ def add_adapters(part: nn.Module, plan: Plan, lora: LoraConfig, ranks: RankMesh)
     Returns the FQNs whose gradients are partial over tp.
     """
     partial = set()
+    targets = targets_of(lora, plan)
     for fqn, module in list(part.named_modules()):
-        name = fqn.rpartition(".")[2]
-        if name in lora.targets and fqn in plan.linears and isinstance(module, nn.Linear):
+        if fqn in targets and isinstance(module, nn.Linear):
+            projection: nn.Module = module
+            if lora.base == "nf4":
+                projection = Nf4Linear(module)
+                part.set_submodule(fqn, projection)
             with torch.device("meta"):
-                module.add_module("lora_A", nn.Linear(module.in_features, lora.rank, bias=False))
-                module.add_module("lora_B", nn.Linear(lora.rank, module.out_features, bias=False))
-            module.register_forward_hook(_Add(lora.alpha / lora.rank))
-            partial |= {f"{fqn}.{factor}.weight" for factor in _cut(module, plan.cut(fqn), ranks)}
+                projection.add_module("lora_A", nn.Linear(module.in_features, lora.rank, bias=False))
+                projection.add_module("lora_B", nn.Linear(lora.rank, module.out_features, bias=False))
+            projection.register_forward_hook(_Add(lora.alpha / lora.rank))
+            partial |= {f"{fqn}.{factor}.weight" for factor in _cut(projection, plan.cut(fqn), ranks)}
     return partial
 
 
@@ -89,7 +116,7 @@ class _Add:
         return output + self._scale * update
 
 
-def _cut(projection: nn.Linear, dim: int | None, ranks: RankMesh) -> list[str]:
+def _cut(projection: nn.Module, dim: int | None, ranks: RankMesh) -> list[str]:
     """Shard one factor like its projection; returns the names of factors whose gradient is then partial over tp."""
     mesh = ranks.tp_mesh()
     if mesh is None or dim is None:
@@ -137,7 +164,7 @@ def export_adapter(checkpoint: Checkpoint, target: str) -> int:
     """Write a checkpoint's adapters as a PEFT folder, for PEFT or `convert to-hf --merge-lora`; returns the number of factors.
 
     The tokenizer and its chat template, which were trained with, come with them; the digest of the base's values too, so that
-    `convert to-hf` merges them into no other base.
+    `convert to-hf` merges them into no other base, and says so if they were trained on its codes in NF4.
     AlreadyExistsError if there is something at `target`.
     """
     lora = checkpoint.manifest.config.get("lora", {})
@@ -151,6 +178,8 @@ def export_adapter(checkpoint: Checkpoint, target: str) -> int:
         raise AlreadyExistsError(f"{store}: holds {found.path} already; give another name or remove it first")
     base = checkpoint.manifest.training.get(BASE)
     metadata = {"format": "pt"} | ({BASE_DIGEST: str(base["digest"])} if base else {})
+    if lora.get("base", "float32") != "float32":
+        metadata[BASE_DTYPE] = lora["base"]
     store.write_if("adapter_model.safetensors", _safetensors(tensors, metadata), version=None)
     for name in filter(_OF_TOKENIZER.fullmatch, checkpoint.manifest.assets):
         store.write_if(name, checkpoint.asset(name), version=None)

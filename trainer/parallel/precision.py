@@ -1,4 +1,4 @@
-"""Number formats: FSDP's mixed precision, and Float8 and MXFP8 matrix products through torchao.
+"""Number formats: FSDP's mixed precision, the base of adapters in NF4, and Float8 and MXFP8 matrix products through torchao.
 
 The optimizer's weights are always float32. Forward and backward compute in `param_dtype`, gradients are summed in
 `reduce_dtype`. Float8 applies to the products of the blocks' projections; embedding, norms, head and adapters keep
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_ckpt.errors import ConfigError, MissingExtraError
+from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.model.by_expert import Products
+from titan_ckpt.trainer.model.lora import LoraConfig
 from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig, skips_float8
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,6 +51,30 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
     return (
         f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
     )
+
+
+def check_base(lora: LoraConfig, parallel: ParallelConfig, mesh: MeshSpec) -> None:
+    """ConfigError for a base in NF4 on a mesh, or with a method, that cannot have one."""
+    if not lora.rank or lora.base == "float32":
+        return
+    chosen, instead = f'lora.base = "{lora.base}"', 'or keep the base with lora.base = "float32"'
+    if mesh.degree("tp") > 1:
+        raise ConfigError(
+            f"{chosen} with tp={mesh.degree('tp')}: the scales of a weight share one mean, so that a part of it has other codes "
+            f"than the whole, and torchao cuts no columns; use dp_shard, dp_replicate, pp or cp, {instead}"
+        )
+    if parallel.float8 != "none":
+        raise ConfigError(
+            f"{chosen} with float8={parallel.float8}: decoded weights are multiplied in param_dtype; set float8=none, {instead}"
+        )
+    if parallel.cpu_offload:
+        raise ConfigError(
+            f"{chosen} with cpu_offload: FSDP does not know these weights, so they stay on the device; {instead}"
+        )
+    if parallel.compile:
+        raise ConfigError(
+            f"{chosen} with compile: torchao keeps its NF4 tensors out of the compiler's graphs; set compile=false, {instead}"
+        )
 
 
 def apply_float8(blocks: Mapping[str, nn.Module], parallel: ParallelConfig, device: torch.device) -> None:
