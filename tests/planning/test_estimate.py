@@ -9,7 +9,6 @@ import shlex
 import pytest
 
 from titan_ckpt.cli.main import main
-from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.config.recipes import find_config, published
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size, resolve_mesh
@@ -56,9 +55,46 @@ def test_every_published_row_is_a_config_of_the_package() -> None:
     assert len(WITH_MEMORY) == 20
 
 
-def test_estimates_refuse_adapters() -> None:
-    with pytest.raises(ConfigError, match="lora"):
-        _estimate("tiny", 1, "lora.rank=8", "resume.from=base")
+ADAPTERS = ("lora.rank=8", "resume.from=base")
+
+
+def test_of_adapters_only_the_factors_have_gradients_and_moments() -> None:
+    whole, tuned = _estimate("llama3_8b", 8), _estimate("llama3_8b", 8, *ADAPTERS)
+    factors = 32 * 8 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
+    assert (tuned.num_parameters, tuned.num_trained) == (whole.num_parameters, factors)
+    assert tuned.memory.parameters == whole.memory.parameters + 4 * factors / 8
+    assert (tuned.memory.gradients, tuned.memory.optimizer) == (4 * factors / 8, 8 * factors / 8)
+    assert tuned.checkpoint_bytes == 12 * factors
+    assert tuned.memory.gathered < whole.memory.gathered
+    sent = {t.name: t.size_bytes for t in tuned.traffic}
+    before = {t.name: t.size_bytes for t in whole.traffic}
+    assert sent["FSDP reduce-scatter"] < before["FSDP reduce-scatter"] / 100
+    assert sent["FSDP all-gather"] == pytest.approx(before["FSDP all-gather"], rel=0.01)
+
+
+def test_a_base_in_nf4_takes_half_a_byte_on_every_data_rank() -> None:
+    sets = (*ADAPTERS, 'lora.targets=["q_proj","k_proj","v_proj","o_proj","gate_proj","up_proj","down_proj"]')
+    for ranks in (1, 8):
+        plain, small = (_estimate("llama3_8b", ranks, *sets, f"lora.base={base}") for base in ("float32", "nf4"))
+        moved = 32 * 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+        expected = plain.memory.parameters - 4 * moved / ranks + moved * (1 / 2 + 1 / 64 + 4 / (64 * 256))
+        assert small.memory.parameters == pytest.approx(expected, rel=1e-9)
+        assert small.memory.block == plain.memory.block + 20 * 4096 * 14336
+        assert small.memory.gradients == plain.memory.gradients
+    more = (*sets, "lora.base=nf4", "train.microbatch_size=2")
+    staged, copied = (_estimate("llama3_8b", 2, *more, f"mesh.{axis}=2").memory for axis in ("pp", "dp_replicate"))
+    assert staged.parameters == pytest.approx(copied.parameters / 2, rel=0.01)
+
+
+def test_tp_divides_one_factor_of_each_adapter() -> None:
+    tuned = _estimate("llama3_8b", 2, *ADAPTERS, "mesh.tp=2", 'lora.targets=["q_proj"]')
+    assert tuned.memory.gradients == 4 * 32 * 8 * (4096 + 4096 / 2)
+
+
+def test_the_number_of_trained_values_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [part for text in (*ADAPTERS, "lora.base=nf4") for part in ("--set", text)]
+    assert main(["train", "llama3_8b", "--nproc", "8", "--estimate", *sets]) == 0
+    assert "8.030 B parameters, 6.82 M trained in adapters\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("nproc", [1, 8])

@@ -156,9 +156,20 @@ def test_one_process_has_the_losses_of_torchao_s_product(one: RankPool, base: st
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["full", "every_n", "selective"])
-def test_recomputed_blocks_have_the_same_losses(how: str, one: RankPool, base: str, plain: list[float]) -> None:
-    curve = one.run(_curve, ParallelConfig(activation_checkpoint=how), 1, base)[0]  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(activation_checkpoint="full"), ParallelConfig(activation_checkpoint="every_n"),
+        ParallelConfig(activation_checkpoint="selective"), ParallelConfig(compile=True),
+        ParallelConfig(compile=True, activation_checkpoint="full"),
+        ParallelConfig(compile=True, activation_checkpoint="selective"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_recomputed_and_compiled_blocks_have_the_same_losses(
+    parallel: ParallelConfig, one: RankPool, base: str, plain: list[float]
+) -> None:
+    curve = one.run(_curve, parallel, 1, base)[0]
     assert curve == pytest.approx(plain, rel=1e-5)
 
 
@@ -168,7 +179,7 @@ def test_recomputed_blocks_have_the_same_losses(how: str, one: RankPool, base: s
     [
         ParallelConfig(dp_shard=4), ParallelConfig(dp_replicate=2, dp_shard=2), ParallelConfig(cp=2, dp_shard=2),
         ParallelConfig(pp=2, dp_shard=2, microbatches=2), ParallelConfig(pp=2, cp=2, microbatches=2),
-        ParallelConfig(pp=4, microbatches=4),
+        ParallelConfig(pp=4, microbatches=4), ParallelConfig(pp=2, dp_shard=2, microbatches=2, compile=True),
         ParallelConfig(pp=2, dp_shard=2, microbatches=4, pp_schedule="Interleaved1F1B"),
         ParallelConfig(pp=2, dp_shard=2, microbatches=4, pp_schedule="ZBVZeroBubble"),
     ],
@@ -195,7 +206,6 @@ def _resolved(world_size: int, *sets: str) -> None:
         (2, "mesh.tp=2", "with tp=2: the scales of a weight share one mean"),
         (1, "mesh.float8=rowwise", "with float8=rowwise: decoded weights"),
         (1, "mesh.cpu_offload=true", "with cpu_offload: FSDP does not know"),
-        (1, "mesh.compile=true", "with compile: torchao keeps"),
         (1, "model.head_dim=6", r"self_attn\.q_proj\.weight has 24 x 36 values, not a multiple of the 64"),
         (1, "lora.base=int4", "float32.*nf4"),
     ],

@@ -1,7 +1,8 @@
 """Estimates for a config on a mesh, without accelerators: memory per rank, collectives per step, checkpoints, save interval.
 
-Parameters are counted on the meta device, stage by stage. Activations follow from what each activation checkpointing mode keeps
-(see `trainer.parallel.recompute`). Not counted, so that real peaks are a few percent higher: the allocator's fragmentation,
+Parameters are counted on the meta device, stage by stage. Of adapters: gradients, moments and checkpoints are theirs alone, while
+activations are counted as of a whole model, which is an upper bound. They follow from what each activation checkpointing mode
+keeps (see `trainer.parallel.recompute`). Not counted, so that real peaks are a few percent higher: the allocator's fragmentation,
 NCCL's buffers (1 to 2 GiB), the CUDA context. With torchtitan's loss, and its keys and values over cp, the estimates are
 within 10 % of its published peaks (docs/performance.md); of ours there are none.
 """
@@ -14,10 +15,11 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.device_mesh import FSDP_AXES
-from titan_ckpt.trainer.launch.stage_parameters import WIDTH, Parameters, stage_parameters
+from titan_ckpt.trainer.launch.stage_parameters import WIDTH, Parameters, stage_parameters, with_adapters
 from titan_ckpt.trainer.launch.traffic import CollectiveTraffic, collectives
 from titan_ckpt.trainer.model.decoder import ModelConfig
-from titan_ckpt.trainer.model.plan import plan_of
+from titan_ckpt.trainer.model.lora import adapter_sizes, targets_of
+from titan_ckpt.trainer.model.plan import Plan, plan_of
 from titan_ckpt.trainer.parallel.config import (
     SINGLE_STAGE,
     V_SHAPED,
@@ -29,6 +31,9 @@ from titan_ckpt.trainer.parallel.config import (
 )
 
 MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2}  # bytes of AdamW's two
+DECODING = (
+    20  # bytes per value while torchao decodes a weight in NF4: two int64 indices a byte, and the parts of the result
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,7 @@ class TrainingEstimate:
 
     mesh: MeshSpec
     num_parameters: int
+    num_trained: int
     memory: Memory
     host: State  # in host memory, with `mesh.cpu_offload`
     traffic: list[CollectiveTraffic]
@@ -115,17 +121,16 @@ def estimate_training(
     check_known(config)
     plan = plan_of(config.spec)
     counts = stage_parameters(plan, config.mesh, mesh)
-    experts = stage_parameters(plan, config.mesh, mesh, among=plan.experts)
-    pp = mesh.degree("pp")
-    stages = [stages_of_rank(config.mesh, mesh, rank) for rank in range(pp)]
-    ranks = [Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine)) for mine in stages]
+    ranks = _parameters_of_ranks(config, mesh, plan, counts)
     total = sum(counts)
+    trained = total if not config.lora.rank else _num_adapters(config, plan)
     state = optimizer_bytes(config, total)
-    memories = [_memory(config, mesh, rank, ranks[rank], state, implementation) for rank in range(pp)]
-    saved = (4 + state) * total
+    memories = [_memory(config, mesh, rank, weights, state, implementation) for rank, weights in enumerate(ranks)]
+    saved = (4 + state) * trained
     return TrainingEstimate(
         mesh=mesh,
         num_parameters=total,
+        num_trained=trained,
         memory=max(memories, key=lambda memory: memory.total),
         host=max((_state(mesh, rank, state) for rank in ranks), key=lambda host: host.total)
         if config.mesh.cpu_offload
@@ -134,6 +139,23 @@ def estimate_training(
         checkpoint_bytes=saved,
         checkpoint_bytes_per_rank=saved / mesh.world_size,
     )
+
+
+def _parameters_of_ranks(config: TrainConfig, mesh: MeshSpec, plan: Plan, counts: list[int]) -> list[Parameters]:
+    """Those of each pipeline rank, from those of each stage."""
+    experts = stage_parameters(plan, config.mesh, mesh, among=plan.experts)
+    ranges = layer_ranges(len(plan.blocks), config.mesh, mesh)
+    found = []
+    for rank in range(mesh.degree("pp")):
+        mine = stages_of_rank(config.mesh, mesh, rank)
+        weights = Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine))
+        blocks = [fqn for s in mine for fqn in plan.blocks[ranges[s].start : ranges[s].end]]
+        found.append(with_adapters(weights, config.lora, plan, blocks, mesh.degree("tp")))
+    return found
+
+
+def _num_adapters(config: TrainConfig, plan: Plan) -> int:
+    return sum(sum(adapter_sizes(config.lora, linear)) for linear in targets_of(config.lora, plan).values())
 
 
 def optimizer_bytes(config: TrainConfig, num_parameters: int) -> float:
@@ -150,19 +172,16 @@ def optimizer_bytes(config: TrainConfig, num_parameters: int) -> float:
 
 
 def check_known(config: TrainConfig) -> None:
-    """ConfigError for what estimates and plans do not count: adapters, and models other than the trainer's decoder."""
-    if config.lora.rank:
-        raise ConfigError(
-            "--estimate and --plan count the training of a whole model, not of adapters; leave out lora.rank"
-        )
+    """ConfigError for what estimates and plans do not count: models other than the trainer's decoder."""
     if not isinstance(config.model, ModelConfig):
         raise ConfigError(f"--estimate and --plan know the trainer's own decoder, not {config.spec.name}")
 
 
 def _state(mesh: MeshSpec, weights: Parameters, per_parameter: float) -> State:
-    """Float32 weights and gradients, and the optimizer's state, of a rank's shards."""
-    mine = weights.sharded(mesh)
-    return State(parameters=4.0 * mine, gradients=4.0 * mine, optimizer=per_parameter * mine)
+    """Float32 weights and gradients, and the optimizer's state, of a rank's shards; and the base in NF4."""
+    trained = weights.trained.sharded(mesh)
+    held = 4.0 * weights.sharded(mesh) + weights.nf4_bytes
+    return State(parameters=held, gradients=4.0 * trained, optimizer=per_parameter * trained)
 
 
 def _memory(
@@ -192,9 +211,12 @@ def _memory(
         optimizer=held.optimizer,
         gathered=_gathered(config, mesh, weights),
         activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
-        block=tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
-        if parallel.activation_checkpoint != "none"
-        else 0.0,
+        block=DECODING * weights.decoded
+        + (
+            tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
+            if parallel.activation_checkpoint != "none"
+            else 0.0
+        ),
         context=tokens * context_per_token(config, mesh, implementation),
         logits=_head(config, tokens, tp, implementation.logit_bytes) if has_head else 0.0,
         pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
@@ -242,8 +264,9 @@ def _gathered(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> float
     """
     parallel = config.mesh
     if parallel.cpu_offload:
-        reduce = WIDTH[parallel.reduce_dtype]
-        return _unsharded(config, mesh, weights) + _block_parameters(config.model).sharded(mesh) * (4 + reduce)
+        layer = _largest_block(config, mesh)
+        passing = 4 * layer.sharded(mesh) + WIDTH[parallel.reduce_dtype] * layer.trained.sharded(mesh)
+        return _unsharded(config, mesh, weights) + passing
     return _unsharded(config, mesh, weights) if mesh.degree(FSDP_AXES) > 1 else 0.0
 
 
@@ -251,14 +274,21 @@ def _unsharded(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> floa
     model, parallel, tp = config.model, config.mesh, mesh.degree("tp")
     width, reduce = WIDTH[parallel.param_dtype], WIDTH[parallel.reduce_dtype]
     ends = (1 if model.tied_embeddings else 2) * model.vocab_size * model.dim / tp
-    layer = _block_parameters(model).over_model(parallel)
+    block = _largest_block(config, mesh)
+    layer, gradient = block.over_model(parallel), block.trained.over_model(parallel)
     if parallel.reshard_after_forward == "never" and mesh.degree("pp") == 1:
-        return weights.over_model(parallel) * width + layer * (width + reduce)
+        return weights.over_model(parallel) * width + gradient * (width + reduce)
     if mesh.degree("pp") > 1 and parallel.reshard_after_forward != "always":
         # A pipeline stage keeps both until its last microbatch; then a block's gradient is copied to be reduced.
-        return weights.over_model(parallel) * (width + reduce) + layer * reduce
-    # Embedding and head stay; two blocks (one ahead); a block's gradient, and the float32 copy that is reduced.
-    return ends * width * 2 + 2 * layer * width + layer * (width + reduce)
+        kept = weights.over_model(parallel) * width + weights.trained.over_model(parallel) * reduce
+        return kept + gradient * reduce
+    # Embedding and head stay, and their gradients; two blocks (one ahead); a block's gradient, and its float32 copy to reduce.
+    return ends * width * (1 if weights.frozen else 2) + 2 * layer * width + gradient * (width + reduce)
+
+
+def _largest_block(config: TrainConfig, mesh: MeshSpec) -> Parameters:
+    plan = plan_of(config.spec)
+    return with_adapters(_block_parameters(config.model), config.lora, plan, plan.blocks[-1:], mesh.degree("tp"))
 
 
 def _block_parameters(model: ModelConfig) -> Parameters:

@@ -15,7 +15,7 @@ from titan_ckpt.trainer.launch.save_schedule import SaveSchedule
 def format_estimate(found: TrainingEstimate, saves: SaveSchedule, row: Comparison | None) -> str:
     """The estimate as text; `row`: the published row of this config, if it has one."""
     lines = [
-        f"mesh {found.mesh}: {found.mesh.world_size} ranks, {found.num_parameters / 1e9:.3f} B parameters", "",
+        f"mesh {found.mesh}: {found.mesh.world_size} ranks, {found.num_parameters / 1e9:.3f} B parameters{_trained(found)}", "",
         *_memory(found.memory),
         *(_host(found.host) if found.host.total else []),
         "", "collectives of a rank per step, with the bytes that it sends",
@@ -31,6 +31,11 @@ def format_estimate(found: TrainingEstimate, saves: SaveSchedule, row: Compariso
         *(_published(row) if row is not None else []),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
+
+
+def _trained(found: TrainingEstimate) -> str:
+    """How many of them are trained, if there are adapters; these are beside the model's."""
+    return "" if found.num_trained == found.num_parameters else f", {found.num_trained / 1e6:.2f} M trained in adapters"
 
 
 def _memory(memory: Memory) -> list[str]:

@@ -138,6 +138,8 @@ def _rules(config: TrainConfig, num_gpus: int, gpu: Gpu) -> str:
 def _check_planned(config: TrainConfig) -> None:
     """ConfigError for what `throughput` does not know."""
     check_known(config)
+    if config.lora.rank:
+        raise ConfigError("--plan predicts the speed of training a whole model, not adapters; leave out lora.rank")
     assert isinstance(config.model, ModelConfig)
     if config.model.experts is not None:
         raise ConfigError("--plan predicts the speed of dense models; of mixtures --estimate knows memory and traffic")

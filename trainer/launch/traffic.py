@@ -89,14 +89,16 @@ def _data_parallel(config: TrainConfig, mesh: MeshSpec, weights: Parameters, run
     calls = runs * (config.model.n_layers // pp + 1)
     own = weights.sharded(mesh)
     sent = runs * (weights.over_model(parallel) - own)
+    trained = weights.trained.sharded(mesh)
+    reduced = runs * (weights.trained.over_model(parallel) - trained)
     found = []
     if mesh.degree(FSDP_AXES) > 1:
         times = 2 if pp == 1 and parallel.reshard_after_forward != "never" else 1
         found += [
             CollectiveTraffic(name="FSDP all-gather", calls=times * calls, size_bytes=times * sent * width),
-            CollectiveTraffic(name="FSDP reduce-scatter", calls=calls, size_bytes=sent * reduce),
+            CollectiveTraffic(name="FSDP reduce-scatter", calls=calls, size_bytes=reduced * reduce),
         ]
     if replicas > 1:
-        reduced = 2 * (replicas - 1) / replicas * runs * own * reduce
-        found.append(CollectiveTraffic(name="HSDP all-reduce", calls=calls, size_bytes=reduced))
+        summed = 2 * (replicas - 1) / replicas * runs * trained * reduce
+        found.append(CollectiveTraffic(name="HSDP all-reduce", calls=calls, size_bytes=summed))
     return found

@@ -77,6 +77,11 @@ def targets_of(lora: LoraConfig, plan: Plan) -> dict[str, nn.Linear]:
     return {fqn: linear for fqn, linear in plan.linears.items() if fqn.rpartition(".")[2] in lora.targets}
 
 
+def adapter_sizes(lora: LoraConfig, linear: nn.Linear) -> tuple[int, int]:
+    """The values of A and of B."""
+    return lora.rank * linear.in_features, lora.rank * linear.out_features
+
+
 def kept_bytes(lora: LoraConfig, plan: Plan) -> float:
     """What one copy of the model's weights takes: 4 bytes a value, fewer for those in NF4."""
     quantised = targets_of(lora, plan).values() if lora.rank and lora.base == "nf4" else ()

@@ -71,10 +71,6 @@ def check_base(lora: LoraConfig, parallel: ParallelConfig, mesh: MeshSpec) -> No
         raise ConfigError(
             f"{chosen} with cpu_offload: FSDP does not know these weights, so they stay on the device; {instead}"
         )
-    if parallel.compile:
-        raise ConfigError(
-            f"{chosen} with compile: torchao keeps its NF4 tensors out of the compiler's graphs; set compile=false, {instead}"
-        )
 
 
 def apply_float8(blocks: Mapping[str, nn.Module], parallel: ParallelConfig, device: torch.device) -> None:
