@@ -68,8 +68,9 @@ experts: $(READY) ## train mixtures on meshes of 2, 4 and 8 ranks: the losses an
 fuzz: $(READY) ## fuzz all that reads bytes of others, 20 minutes a family (ARGS="--family manifest --minutes 5")
 	$(BIN)/python -m scripts.fuzz $(ARGS)
 
-chat: $(READY) ## compare 1,000 conversations of 5 chat templates token by token with transformers (ARGS="1000 1": count, seed)
+chat: $(READY) ## compare 1,000 conversations of 5 chat templates token by token with transformers and TRL (ARGS="1000 1": count, seed)
 	$(BIN)/python -m tools.chat.compare $(ARGS)
+	$(BIN)/python -m tools.chat.with_trl $(ARGS)
 
 zoo: $(READY) ## save and load several hundred kinds of states, by us and by DCP, and compare (ARGS="Adam" for a part)
 	$(BIN)/python -m tools.zoo $(ARGS)
@@ -145,4 +146,4 @@ wheel: $(READY) ## build the wheel and the source archive in dist/
 	$(BIN)/python -m build --quiet --outdir dist
 
 clean: ## remove build products and caches, keep .venv
-	rm -rf build dist .demo .screens .site .loops .phones .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .demo .screens .site .loops .trl .phones .matrix .mutants .release .coverage *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
