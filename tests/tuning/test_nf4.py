@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -208,6 +209,7 @@ def _resolved(world_size: int, *sets: str) -> None:
         (1, "mesh.cpu_offload=true", "with cpu_offload: FSDP does not know"),
         (1, "model.head_dim=6", r"self_attn\.q_proj\.weight has 24 x 36 values, not a multiple of the 64"),
         (1, "lora.base=int4", "float32.*nf4"),
+        (1, "lora.rank=0", "lora.rank = 0 trains the whole model"),
     ],
 )
 def test_what_cannot_be_in_nf4_is_refused_before_a_rank_starts(world_size: int, setting: str, words: str) -> None:
@@ -248,6 +250,22 @@ def test_the_bytes_of_a_weight_are_those_of_torchao_s_tensors() -> None:
         assert nf4_bytes(codes.numel()) == sum(part.nbytes for part in parts)
 
 
+def _num_values(folder: Path) -> int:
+    """Of the model and its adapters of rank 4 in two layers of the debug model."""
+    weights = [t for t in open_checkpoint(str(folder)).manifest.tensors if t.fqn.startswith("model.")]
+    whole = {t.fqn: math.prod(t.global_shape) for t in weights}
+    adapters = sum(
+        4 * sum(t.global_shape) for t in weights if t.fqn.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "o_proj")
+    )
+    return sum(whole.values()) + adapters
+
+
+def test_a_frozen_glob_may_name_weights_that_are_in_nf4(tmp_path: Path, cache: str) -> None:
+    assert train(cache, tmp_path / "base", "train.steps=1") == 0
+    sets = (*NF4, f"resume.from={tmp_path}/base", 'train.freeze=["*q_proj.weight"]', "train.steps=1")
+    assert train(cache, tmp_path / "run", *sets) == 0
+
+
 def _losses(folder: Path) -> list[float]:
     return list(read_losses(folder).values())
 
@@ -264,7 +282,10 @@ def test_a_run_goes_on_exactly_and_only_on_the_same_base(
     assert "lora.base: nf4 -> float32" in capsys.readouterr().err
     assert train(cache, tmp_path / "halves", *sets, "train.steps=6") == 0
     assert _losses(tmp_path / "halves") == _losses(tmp_path / "whole")
-    assert "are kept in NF4" in (tmp_path / "halves" / "logs" / "rank_00000.log").read_text()
+    said = (tmp_path / "halves" / "logs" / "rank_00000.log").read_text()
+    assert "8 are kept in NF4" in said
+    assert "weights (those of q_proj, k_proj, v_proj, o_proj nf4) and moments float32" in said
+    assert f"model: {_num_values(tmp_path / 'base') / 1e6:.2f} M parameters" in said
     assert train(cache, tmp_path / "float", *sets, 'lora.base="float32"', "train.steps=6") == 0
     assert _losses(tmp_path / "float") != _losses(tmp_path / "whole")
     assert all(

@@ -36,12 +36,15 @@ MODELS = "frozen"  # in the training record: frozen models by name
 def freeze(parallelized: Parallelized, patterns: Sequence[str], control: ControlGroup) -> None:
     """Exclude weights whose names match a glob from training; ConfigError for a glob that matches nothing on any rank."""
     names = parallelized.named_parameters()
-    matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
+    quantised = {
+        f"{fqn}.weight" for targets in nf4_targets(parallelized) for fqn in targets
+    }  # which nothing trains anyway
+    matched = {pattern: fnmatch.filter((*names, *quantised), pattern) for pattern in patterns}
     counts = control.all_reduce_max([len(found) for found in matched.values()] or [0])
     for pattern, count in zip(matched, counts, strict=False):  # one 0 if there are no patterns
         if not count:
             raise ConfigError(f"train.freeze: {pattern!r} matches no weight; one is called {next(iter(names))}")
-    frozen = {name for found in matched.values() for name in found}
+    frozen = {name for found in matched.values() for name in found} - quantised
     for name in frozen:
         names[name].requires_grad_(False)
     if frozen:
@@ -194,6 +197,13 @@ def nf4_targets(model: Parallelized) -> list[dict[str, Nf4Linear]]:
         {name: m for name, m in block.named_modules(prefix=fqn) if isinstance(m, Nf4Linear)} for fqn, block in blocks
     ]
     return [targets for targets in found if targets]
+
+
+def num_values(model: Parallelized) -> int:
+    """The values of all weights of this rank's stages, also of those in NF4."""
+    quantised = [target for targets in nf4_targets(model) for target in targets.values()]
+    trained_or_not = sum(weight.numel() for weight in model.named_parameters().values())
+    return trained_or_not + sum(target.in_features * target.out_features for target in quantised)
 
 
 def _sums(weights: Mapping[str, Tensor], model: Parallelized) -> dict[Part, int]:

@@ -26,7 +26,7 @@ from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.job.changed_settings import check_settings
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.job.export import Exporter
-from titan_ckpt.trainer.job.frozen_weights import freeze, frozen_record, load_base
+from titan_ckpt.trainer.job.frozen_weights import freeze, frozen_record, load_base, num_values
 from titan_ckpt.trainer.job.job import Job, Outcome
 from titan_ckpt.trainer.job.loop import Loop
 from titan_ckpt.trainer.job.own_parts import HookCalls, preparation
@@ -353,13 +353,13 @@ def _write_trace(context: RankContext, phases: Phases, control: ControlGroup) ->
 def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> None:
     """Log the first lines of a run: device, start, model, data, batch, checkpoints."""
     config, mesh, shape = job.config, job.parallelized.mesh, job.batch_shape(progress.step + 1)
-    num_parameters = sum(p.numel() for p in job.parallelized.named_parameters().values())
+    num_parameters = num_values(job.parallelized)
     log.info("%s of mesh %s on %s", describe_rank(mesh, rank), mesh, job.parallelized.ranks.device)
     log.info("%s", describe_start(start, progress))
     log.info(
         "model: %.2f M parameters of this rank's stages, %s",
         num_parameters / 1e6,
-        describe_precision(config.mesh, job.parallelized.ranks.device),
+        describe_precision(config.mesh, job.parallelized.ranks.device, config.lora),
     )
     log.info("data: %s", _describe_data(job.dataset))
     log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))

@@ -45,7 +45,11 @@ class LoraConfig:
 
 
 def check_lora(lora: LoraConfig, *, base: str) -> None:
-    """Refuse adapters without rank or base model."""
+    """Refuse adapters without rank or base model, and a kept base without adapters."""
+    if not lora.rank and lora.base != "float32":
+        raise ConfigError(
+            f'lora.base = "{lora.base}" keeps the base of adapters, but lora.rank = 0 trains the whole model; set lora.rank'
+        )
     if not lora.rank:
         return
     if lora.rank < 0 or not lora.alpha > 0.0:

@@ -24,6 +24,7 @@ from titan_ckpt.trainer.model.by_expert import Products
 from titan_ckpt.trainer.model.lora import LoraConfig
 from titan_ckpt.trainer.parallel.config import MX_BLOCK, ParallelConfig, skips_float8
 
+NO_LORA = LoraConfig()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,7 +37,7 @@ def mixed_precision(parallel: ParallelConfig) -> MixedPrecisionPolicy:
     )
 
 
-def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
+def describe_precision(parallel: ParallelConfig, device: torch.device, lora: LoraConfig = NO_LORA) -> str:
     """One line for the log: the dtypes of weights, products, sums and loss."""
     products: str = parallel.param_dtype
     if parallel.float8 != "none":
@@ -48,9 +49,8 @@ def describe_precision(parallel: ParallelConfig, device: torch.device) -> str:
     if parallel.experts_dtype != "param_dtype":
         how = "" if parallel.experts_dtype != "mxfp8" or _has_mxfp8(device) else " (emulated)"
         products = f"{products}, those of experts {parallel.experts_dtype}{how}"
-    return (
-        f"weights and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
-    )
+    base = f" (those of {', '.join(lora.targets)} {lora.base})" if lora.rank and lora.base != "float32" else ""
+    return f"weights{base} and moments float32, products {products}, gradients summed in {parallel.reduce_dtype}, loss float32"
 
 
 def check_base(lora: LoraConfig, parallel: ParallelConfig, mesh: MeshSpec) -> None:
