@@ -135,7 +135,16 @@ def test_bom_crlf_and_empty_lines_change_nothing(name: str, folder: Folder) -> N
         ({"prompt": "x", "completion": ""}, "completion is empty"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
         ({"prompt": "x", "chosen": "a", "rejected": "b"}, "a pair of chosen and rejected answers"),
-        ({"messages": [{"role": "user", "content": None}, ANSWER]}, "TypeError"),
+        ({"messages": [{"role": "user", "content": None}, ANSWER]}, r"messages\[0\]: the message has no content"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "all of which have weight 0"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"messages\[1\]: weight 0.5: expected 0 or 1"),
+        ({"messages": [{**USER, "train": True}, ANSWER]}, r"messages\[0\]: train True of role user: answers alone"),
+        ({"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "b"}, "another system message"),
+        ({"messages": [USER, ANSWER], "system": ["b"]}, "system: expected text"),
+        ({"prompt": "x", "completion": "y", "system": "b"}, "write it into the prompt"),
+        ({"messages": [USER, ANSWER], "images": ["a.png"]}, "images: .* only text can be learned from"),
+        ({"prompt": [USER], "completion": [ANSWER], "label": False}, "label is false: an answer that is not wanted"),
+        ({"messages": [USER, ANSWER], "functions": [{"name": "f"}]}, "functions: the older name of tools"),
     ],
 )
 def test_bad_lines_are_named_or_skipped(line: Any, problem: str, folder: Folder) -> None:
@@ -144,6 +153,42 @@ def test_bad_lines_are_named_or_skipped(line: Any, problem: str, folder: Folder)
         folder.open(url)
     dataset = folder.open(url, bad_line="skip")
     assert folder.learned(dataset) == "2 🙂<|im_end|>\n"
+
+
+@pytest.mark.parametrize("source", [CHATML, without_generation(CHATML)])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"training": False}])
+def test_an_answer_that_its_line_leaves_out_is_not_learned(source: str, mark: dict[str, Any], folder: Folder) -> None:
+    (folder.path / "tok" / "chat_template.jinja").write_text(source)
+    second = {**ANSWER, "content": "3", "weight": 1}
+    line = {"messages": [USER, {**ANSWER, **mark}, USER, second]}
+    turns = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "a", **mark}, {"from": "gpt", "value": "3"}]
+    dataset = folder.open(folder.write(line, {"conversations": turns}), ChatConfig(pack=False))
+    assert [folder.learned(dataset, index) for index in (0, 1)] == ["3<|im_end|>\n"] * 2
+    last = {"messages": [USER, ANSWER, USER, {**second, "weight": 0}]}
+    only = folder.open(folder.write(last), ChatConfig(train_on="last"))
+    assert folder.learned(only) == "2 🙂<|im_end|>\n"
+
+
+def test_blocks_that_are_not_one_per_answer_refuse_weights() -> None:
+    source = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    with pytest.raises(TemplateProblem, match=r"writes 1 \{% generation %\} blocks for 2 answers"):
+        _template(source).render_answers([USER, ANSWER, ANSWER], left_out={1})
+
+
+def test_system_beside_a_conversation_is_its_first_message(folder: Folder) -> None:
+    system = {"role": "system", "content": "be brief"}
+    written = {"messages": [system, USER, ANSWER]}
+    prompted = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    lines = (
+        written, {**GOOD, "system": "be brief"}, {**written, "system": "be brief"},
+        {"prompt": [system, *prompted["prompt"]], "completion": [ANSWER]}, {**prompted, "system": "be brief"},
+        {"system": "be brief", "conversations": [{"from": "user", "value": "1+1?"}, {"from": "assistant", "value": "2 🙂"}]},
+    )  # fmt: skip
+    source = folder.open(folder.write(*lines), ChatConfig(pack=False), seq_len=128).sources[0]
+    for group in ((0, 1, 2, 5), (3, 4)):
+        samples = [source.sample(index) for index in group]
+        for sample in samples[1:]:
+            assert all(torch.equal(sample[name], samples[0][name]) for name in sample)
 
 
 def test_half_of_a_surrogate_pair_becomes_a_question_mark(folder: Folder) -> None:

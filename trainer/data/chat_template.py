@@ -7,7 +7,7 @@ tokenizer, else `chat_template` in tokenizer_config.json. It comes from others, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, TypeAlias, cast
@@ -86,16 +86,18 @@ class ChatTemplate:
         names: Mapping[str, Any] | None = None,
         first: int = 0,
         last_only: bool = False,
+        left_out: Container[int] = (),
     ) -> Rendered:
-        """The text, and the spans of the assistant's messages from number `first` on, or of the last of them.
+        """The text, and the spans of the assistant's messages from number `first` on but `left_out`, or of the last of them.
 
         They are what the template writes between `{% generation %}` and `{% endgeneration %}`. A template without these is
         rendered up to each answer and up to its end; the longer text must begin with the shorter one, else TemplateProblem.
         """
         answers = [n for n, message in enumerate(messages) if n >= first and message.get("role") == "assistant"]
+        kept = [n for n in answers if n not in left_out]
         if not self.has_generation:
             text = self.render(messages, tools=tools, names=names)
-            due = answers[-1:] if last_only else answers
+            due = kept[-1:] if last_only else kept
             return Rendered(text, tuple(self._between(messages, n, text, tools, names) for n in due))
         marks = _unused_marks(messages, tools, names)
         found = self._strip(self._run(messages, tools, names, False, marks=marks), marks)
@@ -105,6 +107,13 @@ class ChatTemplate:
             if not found.text.startswith(before):
                 raise TemplateProblem(_not_stable(first, before, found.text, found.text))
             spans = tuple(span for span in spans if span[0] >= len(before))
+        if kept != answers:
+            if len(spans) != len(answers):
+                raise TemplateProblem(
+                    f"the template writes {len(spans)} {{% generation %}} blocks for {len(answers)} answers, so it cannot be "
+                    "told which of them the line leaves out"
+                )
+            spans = tuple(span for span, n in zip(spans, answers, strict=True) if n in kept)
         return Rendered(found.text, spans[-1:] if last_only else spans)
 
     def _between(

@@ -28,6 +28,7 @@ from titan_ckpt.trainer.data.conversations import (
     LineProblem,
     Pair,
     Plain,
+    is_learned,
     parse_record,
     texts_as_arguments,
 )
@@ -38,7 +39,7 @@ from titan_ckpt.trainer.data.tokenizer import Tokenizer, tokenizer_folder
 
 log = logging.getLogger(__name__)
 BIN, ENDS, HEADER = "chat.bin", "chat_ends.bin", "chat.json"
-VERSION = 1
+VERSION = 2
 LEARNED = np.uint32(1 << 31)
 BATCH, CHUNK = 128, 1 << 16  # sequences
 ChatKind: TypeAlias = Literal["chat", "pairs"]
@@ -138,8 +139,9 @@ def render(example: Chat | Plain, rules: ChatRules, end: str) -> Rendered:
         return Rendered(text, ((len(example.prompt), len(text)),))
     template = rules.with_tools if example.tools else rules.plain
     return template.render_answers(
-        example.messages, tools=example.tools, names=example.names, first=example.first, last_only=rules.last_only
-    )
+        example.messages, tools=example.tools, names=example.names, first=example.first, last_only=rules.last_only,
+        left_out={number for number, message in enumerate(example.messages) if not is_learned(message)},
+    )  # fmt: skip
 
 
 def learned(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

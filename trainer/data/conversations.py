@@ -5,7 +5,9 @@
     {"prompt": [...], "chosen": [...], "rejected": [...]}          `prompt` may also be the common start of the two
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
 
-These are the formats of TRL and the Hugging Face hub (the last is ShareGPT's).
+These are the formats of TRL and the Hugging Face hub (the last is ShareGPT's). Beside them, `system` is the first message of a
+conversation, and an answer with `weight` 0 (OpenAI) or `train` false (Axolotl) is part of the prompt. What else would change the
+meaning of a line, and is not done, is refused: images, the unwanted answers of unpaired preferences, `functions`.
 """
 
 from __future__ import annotations
@@ -18,12 +20,11 @@ from titan_ckpt.parsing.json_values import parse_json_line, show
 from titan_ckpt.trainer.data.chat_template import Message
 
 SHARE_GPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "function_call": "assistant",
-}
+    "human": "user", "gpt": "assistant", "system": "system", "tool": "tool", "function_call": "assistant", "user": "user",
+    "assistant": "assistant", "chatgpt": "assistant", "observation": "tool",
+}  # fmt: skip
+WEIGHTS = ("weight", "train", "training")  # of a message: whether it is learned
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class LineProblem(ValueError):  # noqa: N818 - a line's, which becomes an error or is skipped
@@ -60,6 +61,7 @@ def parse_record(record: Any) -> Chat | Plain | Pair:
     """The example that a line or row holds; LineProblem says what is wrong with it."""
     if not isinstance(record, dict):
         raise LineProblem(f"expected an object, found {type(record).__name__}")
+    _check_others(record)
     if "chosen" in record or "rejected" in record:
         return _pair(_answered(record, "chosen"), _answered(record, "rejected"))
     if "completion" in record:
@@ -73,12 +75,26 @@ def parse_record(record: Any) -> Chat | Plain | Pair:
     )
 
 
+def _check_others(record: Mapping[str, Any]) -> None:
+    """Refuse keys that would change what the line means, if they were left out."""
+    if media := [key for key in MEDIA if record.get(key)]:
+        raise LineProblem(f"{media[0]}: found {show(record[media[0]])}, but only text can be learned from")
+    if record.get("label") is False:
+        raise LineProblem(
+            "label is false: an answer that is not wanted (an unpaired preference), which would be learned"
+        )
+    if record.get("functions") and not record.get("tools"):
+        raise LineProblem("functions: the older name of tools; write them as tools, which templates know")
+
+
 def _answered(record: Mapping[str, Any], key: str) -> Chat | Plain:
     """`prompt` with the answer in `key`."""
     prompt, answer = record.get("prompt"), record.get(key)
     if isinstance(answer, str) and isinstance(prompt, str):
         if not answer:
             raise LineProblem(f"{key} is empty, so there is nothing to learn")
+        if record.get("system"):
+            raise LineProblem("system: beside a prompt of text there is no template for it; write it into the prompt")
         return Plain(prompt=prompt, completion=answer)
     if not isinstance(answer, list):
         raise LineProblem(f"{key}: expected a list of messages, or text after a prompt of text; found {show(answer)}")
@@ -118,13 +134,45 @@ def _chat(record: Mapping[str, Any], messages: tuple[Message, ...], first: int) 
         raise LineProblem(f"tools: expected a list of objects, found {show(tools)}")
     if not isinstance(names, dict):
         raise LineProblem(f"chat_template_kwargs: expected an object, found {show(names)}")
+    if system := _system(record, messages):
+        messages, first = (system, *messages), first + 1 if first else 0
     return Chat(messages=messages, first=first, tools=tuple(tools) if tools else None, names=names)
 
 
+def _system(record: Mapping[str, Any], messages: tuple[Message, ...]) -> Message | None:
+    """The message that the key `system` of a line is, unless it is there already."""
+    text = record.get("system")
+    if not text:
+        return None
+    if not isinstance(text, str):
+        raise LineProblem(f"system: expected text, found {show(text)}")
+    if messages[0]["role"] != "system":
+        return {"role": "system", "content": text}
+    if messages[0].get("content") != text:
+        raise LineProblem("system: the first message is another system message; leave out one of them")
+    return None
+
+
 def _with_answer(chat: Chat) -> Chat:
-    if not any(message["role"] == "assistant" for message in chat.messages[chat.first :]):
-        raise LineProblem("no message of the assistant, so there is nothing to learn")
+    answers = [message for message in chat.messages[chat.first :] if message["role"] == "assistant"]
+    if not any(map(is_learned, answers)):
+        what = ", all of which have weight 0" if answers else ""
+        raise LineProblem(f"no message of the assistant{what}, so there is nothing to learn")
     return chat
+
+
+def is_learned(message: Message) -> bool:
+    """Whether a message is an answer that its line does not leave out."""
+    return message.get("role") == "assistant" and all(message.get(key) in (None, 1) for key in WEIGHTS)
+
+
+def _check_weight(message: Mapping[str, Any], where: str) -> None:
+    for key in WEIGHTS:
+        value = message.get(key)
+        if value not in (None, 0, 1):
+            raise LineProblem(f"{where}: {key} {show(value)}: expected 0 or 1")
+        if value and message["role"] != "assistant":
+            raise LineProblem(f"{where}: {key} {show(value)} of role {message['role']}: answers alone are learned")
 
 
 def _messages(found: Any, key: str) -> tuple[Message, ...]:
@@ -137,13 +185,16 @@ def _messages(found: Any, key: str) -> tuple[Message, ...]:
         if not isinstance(message.get("role"), str):
             raise LineProblem(f"{where}: expected a role of text, found {show(message.get('role'))}")
         _check_content(message, where)
+        _check_weight(message, where)
     return tuple(found)
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
-    if content is None and not message.get("tool_calls") and message["role"] == "assistant":
-        raise LineProblem(f"{where}: the answer has neither content nor tool_calls")
+    if content is None and not message.get("tool_calls"):
+        if message["role"] == "assistant":
+            raise LineProblem(f"{where}: the answer has neither content nor tool_calls")
+        raise LineProblem(f"{where}: the message has no content, which templates would write as None")
     if isinstance(content, list):
         wrong = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text", ""), str)]
         others = [part.get("type") for part in content if isinstance(part, dict) and part.get("type") != "text"]
@@ -161,7 +212,11 @@ def _from_share_gpt(found: Any) -> Any:
     unknown = sorted({show(turn.get("from")) for turn in found if turn.get("from") not in SHARE_GPT_ROLES})
     if unknown:
         raise LineProblem(f"conversations: unknown `from` {', '.join(unknown)}; known are {', '.join(SHARE_GPT_ROLES)}")
-    return [{"role": SHARE_GPT_ROLES[turn["from"]], "content": turn.get("value")} for turn in found]
+    return [
+        {"role": SHARE_GPT_ROLES[turn["from"]], "content": turn.get("value")}
+        | {k: turn[k] for k in WEIGHTS if k in turn}
+        for turn in found
+    ]
 
 
 def texts_as_arguments(chat: Chat) -> int:
