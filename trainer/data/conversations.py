@@ -98,11 +98,21 @@ def _answered(record: Mapping[str, Any], key: str) -> Chat | Plain:
         return Plain(prompt=prompt, completion=answer)
     if not isinstance(answer, list):
         raise LineProblem(f"{key}: expected a list of messages, or text after a prompt of text; found {show(answer)}")
+    if isinstance(prompt, str) and _begins_with(answer, prompt):
+        prompt = None  # said twice
     if prompt is not None and not isinstance(prompt, list):
-        raise LineProblem(f"prompt: expected a list of messages, as {key} is; found {show(prompt)}")
+        raise LineProblem(
+            f"prompt: expected a list of messages, as {key} is, or the text of the first of them; found {show(prompt)}"
+        )
     before = _messages(prompt, "prompt") if prompt else ()
     messages = before + _messages(answer, key)
     return _with_answer(_chat(record, messages, len(before)))
+
+
+def _begins_with(messages: list[Any], prompt: str) -> bool:
+    """Whether a list of messages begins with this text of the user, after a system message or not."""
+    first = next((m for m in messages if isinstance(m, dict) and m.get("role") != "system"), {})
+    return first.get("role") == "user" and first.get("content") == prompt
 
 
 def _pair(chosen: Chat | Plain, rejected: Chat | Plain) -> Pair:
