@@ -191,16 +191,6 @@ def test_system_beside_a_conversation_is_its_first_message(folder: Folder) -> No
             assert all(torch.equal(sample[name], samples[0][name]) for name in sample)
 
 
-def test_a_prompt_of_text_may_repeat_the_first_message() -> None:
-    """As in HuggingFaceH4/ultrafeedback_binarized; TRL leaves it out too."""
-    system = {"role": "system", "content": "s"}
-    for before in ([USER], [system, USER]):
-        implicit = {"chosen": [*before, ANSWER], "rejected": [*before, {**ANSWER, "content": "no"}]}
-        assert parse_record(implicit | {"prompt": USER["content"]}) == parse_record(implicit)
-    with pytest.raises(LineProblem, match="or the text of the first of them; found 'another'"):
-        parse_record({"chosen": [USER, ANSWER], "rejected": [USER], "prompt": "another"})
-
-
 def test_half_of_a_surrogate_pair_becomes_a_question_mark(folder: Folder) -> None:
     line = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\\ud83d"}]}'
     assert folder.learned(folder.open(folder.write(line))) == "b?<|im_end|>\n"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import pytest
 
+from titan_ckpt.trainer.data.chat_template import ChatTemplate, TemplateProblem
+from tools.chat.real_templates import UNTOLD, Outcome, add
 from tools.chat.trl_rows import IGNORED, Piece
 from tools.chat.with_trl import _compare
 from tools.environment import environment_with
@@ -52,3 +55,13 @@ def test_an_environment_that_is_ready_is_not_made_again(tmp_path: Path, monkeypa
     monkeypatch.setattr("tools.environment.subprocess.run", lambda *_args, **_rest: pytest.fail("made again"))
     (tmp_path / "ready").touch()
     assert environment_with(["none"], tmp_path) == str(tmp_path / "bin" / "python")
+
+
+def test_a_conversation_that_one_side_refuses_is_a_difference() -> None:
+    template, outcome = ChatTemplate("{{ messages }}", {}, where="t", today=date(2024, 7, 26)), Outcome()
+    row, other = ([1, 2], [0, 1]), ([1, 3], [0, 1])
+    untold = TemplateProblem(f"the template writes the messages before answer 1 {UNTOLD}: ...")
+    for theirs, mine in ((row, row), (row, other), (ValueError(), ValueError()), (row, untold), (row, ValueError())):
+        add(outcome, theirs, mine, template)
+    add(outcome, ValueError(), row, template)
+    assert outcome == Outcome(compared=2, tokens=4, different=3, refused=1, untold=1)

@@ -24,7 +24,7 @@ def text(draw: random.Random, most: int = 12) -> str:
 def conversation(draw: random.Random, shape: str) -> dict[str, Any]:
     """A line of chat data that the template of this shape accepts."""
     if shape == "qwen" and draw.random() < 0.7:
-        return _with_tools(draw)
+        return with_tools(draw)
     messages: list[dict[str, Any]] = []
     if shape != "gemma" and draw.random() < 0.5:
         messages.append({"role": "system", "content": text(draw)})
@@ -39,7 +39,7 @@ def conversation(draw: random.Random, shape: str) -> dict[str, Any]:
     return {"id": draw.randint(0, 9), "messages": messages}
 
 
-def _with_tools(draw: random.Random) -> dict[str, Any]:
+def with_tools(draw: random.Random) -> dict[str, Any]:
     names = [f"tool_{number}" for number in range(draw.randint(1, 3))]
     messages: list[dict[str, Any]] = [{"role": "user", "content": text(draw)}]
     for _ in range(draw.randint(1, 3)):

@@ -3,6 +3,8 @@
 TRL is installed for this alone, in `.trl/`. A token differs if its id, label or position does. Where the ids of a prompt change
 because an answer follows (a tokenizer that joins spaces or line breaks), TRL learns from the first changed id on, and the trainer
 from the first one with a character of the answer: those between are counted as the prompt's, and nothing else may differ.
+
+Then the templates of real models that come with TRL, COUNT / 5 conversations of each.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from titan_ckpt.trainer.data.tokenizer import Tokenizer, open_tokenizer
 from tools.chat import trl_rows
 from tools.chat.compare import write_tokenizer
 from tools.chat.conversations import conversation, text
+from tools.chat.real_templates import compare_real
 from tools.chat.templates import TEMPLATES, without_generation
 from tools.chat.trl_rows import Piece
 from tools.environment import environment_with
@@ -274,9 +277,11 @@ def main(arguments: list[str]) -> int:
                 one = compare(open_shape(name, count, seed, Path(folder)))
             write_text(f"{name:8}  {kind:20}  {one}")
             found.append(one)
+    real = compare_real(max(count // 5, 1), seed)
+    write_text(str(real))
     total = _sum(found)
     write_text(f"with {TRL} in all: {total}")
-    return int(total.different > 0)
+    return int(total.different + real.different > 0)
 
 
 if __name__ == "__main__":

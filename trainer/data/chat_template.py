@@ -141,7 +141,7 @@ class ChatTemplate:
         marks: tuple[str, str],
     ) -> str:
         values = {**self.names, **(names or {})}
-        values |= {"messages": _with_reasoning(messages), "tools": tools, "documents": values.get("documents")}
+        values |= {"messages": _as_given(messages), "tools": tools, "documents": values.get("documents")}
         self._environment.globals["generation_marks"] = marks
         try:
             text = self._template.render(values | {"add_generation_prompt": prompt})
@@ -166,10 +166,10 @@ class ChatTemplate:
         return Rendered(text, tuple(spans))
 
 
-def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Messages with their reasoning under the names that templates read, as in transformers."""
-    found = []
-    for message in messages:
+def _as_given(messages: Sequence[Message]) -> list[Message]:
+    """As in transformers: without keys whose value is None, and with reasoning under the names that templates read."""
+    found: list[Message] = []
+    for message in ({key: value for key, value in each.items() if value is not None} for each in messages):
         given = next((message[key] for key in REASONING if message.get(key) is not None), None)
         found.append(message if given is None else {"thinking": given, **message, "reasoning_content": given})
     return found

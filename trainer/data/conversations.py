@@ -201,10 +201,11 @@ def _messages(found: Any, key: str) -> tuple[Message, ...]:
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
     content = message.get("content")
-    if content is None and not message.get("tool_calls"):
-        if message["role"] == "assistant":
-            raise LineProblem(f"{where}: the answer has neither content nor tool_calls")
-        raise LineProblem(f"{where}: the message has no content, which templates would write as None")
+    if content is None and not message.get("tool_calls") and message["role"] != "tool":
+        what = (
+            "answer has neither content nor tool_calls" if message["role"] == "assistant" else "message has no content"
+        )
+        raise LineProblem(f"{where}: the {what}")
     if isinstance(content, list):
         wrong = [part for part in content if not isinstance(part, dict) or not isinstance(part.get("text", ""), str)]
         others = [part.get("type") for part in content if isinstance(part, dict) and part.get("type") != "text"]
