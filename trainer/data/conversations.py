@@ -200,8 +200,10 @@ def _messages(found: Any, key: str) -> tuple[Message, ...]:
 
 
 def _check_content(message: Mapping[str, Any], where: str) -> None:
-    content = message.get("content")
-    if content is None and not message.get("tool_calls") and message["role"] != "tool":
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise LineProblem(f"{where}: tool_calls: expected a list of objects, found {show(calls)}")
+    if content is None and not calls and message["role"] != "tool":
         what = (
             "answer has neither content nor tool_calls" if message["role"] == "assistant" else "message has no content"
         )
@@ -220,7 +222,7 @@ def _from_share_gpt(found: Any) -> Any:
         return found
     if all("role" in turn for turn in found):
         return found
-    unknown = sorted({show(turn.get("from")) for turn in found if turn.get("from") not in SHARE_GPT_ROLES})
+    unknown = sorted({show(turn.get("from")) for turn in found if turn.get("from") not in list(SHARE_GPT_ROLES)})
     if unknown:
         raise LineProblem(f"conversations: unknown `from` {', '.join(unknown)}; known are {', '.join(SHARE_GPT_ROLES)}")
     return [
