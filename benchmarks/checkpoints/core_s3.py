@@ -36,7 +36,9 @@ from tools.report import Measurement, interleave, median, spread, timed, write_s
 
 BUCKET = "bench"
 PART = 16 << 20
-NOTE = "The server runs on the cores that train, so its processor time counts as training lost; the pace leaves it room."
+NOTE = (
+    "The server runs on the cores that train, so its processor time counts as training lost; the pace leaves it room."
+)
 
 
 class Plain:

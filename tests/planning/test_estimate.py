@@ -55,6 +55,13 @@ def test_every_published_row_is_a_config_of_the_package() -> None:
     assert len(WITH_MEMORY) == 20
 
 
+def test_updates_in_the_backward_keep_one_groups_gradients() -> None:
+    sets = ("optimizer.grad_clip=0", "train.global_batch_size=8", "train.microbatch_size=1")
+    whole, early = (_estimate("llama3_8b", 8, *sets, f"optimizer.in_backward={flag}") for flag in ("false", "true"))
+    assert early.memory.gradients == 4 * 2 * 128256 * 4096 / 8  # embedding and head, which FSDP reduces together
+    assert whole.memory.total - early.memory.total == whole.memory.gradients - early.memory.gradients
+
+
 ADAPTERS = ("lora.rank=8", "resume.from=base")
 
 

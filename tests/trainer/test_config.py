@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -264,3 +265,24 @@ def test_freezing_every_weight_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match=r"train.freeze = \['model.\*', 'lm_head.\*'\] freezes every weight"):
         check_config(_tiny('train.freeze=["model.*", "lm_head.*"]'))
     check_config(_tiny('train.freeze=["model.*"]'))
+
+
+EARLY = ("optimizer.in_backward=true", "optimizer.grad_clip=0", "train.global_batch_size=4", "train.microbatch_size=2")
+
+
+@pytest.mark.parametrize(
+    ("change", "needed"),
+    [
+        ("optimizer.grad_clip=1.0", "optimizer.grad_clip = 0"),
+        ('optimizer.not_finite="skip"', "not_finite"),
+        ('optimizer.name="muon"', "adamw"),
+        ('optimizer.groups=[{weights=["**.q_proj.weight"], name="muon"}]', "adamw"),
+        ("mesh.pp=2", "mesh.pp = 1"),
+        ("mesh.cpu_offload=true", "mesh.cpu_offload = false"),
+        ("train.global_batch_size=5", "train.global_batch_size <= 4"),
+    ],
+)
+def test_updates_in_the_backward_need_no_whole_gradient(change: str, needed: str) -> None:
+    resolve_mesh(_tiny(*EARLY), 2)
+    with pytest.raises(ConfigError, match=f"optimizer.in_backward .* it needs .*{re.escape(needed)}"):
+        resolve_mesh(_tiny(*EARLY, change), 4 if "pp" in change else 2)

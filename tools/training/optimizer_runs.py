@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -32,6 +33,8 @@ RULES = {
     "bfloat16": OptimizerConfig(lr=LR, moments="bfloat16"),
     "int8": OptimizerConfig(lr=LR, moments="int8"),
     "muon": OptimizerConfig(lr=LR, name="muon", ema_decay=0.9),
+    "at_end": OptimizerConfig(lr=LR, ema_decay=0.9, grad_clip=0.0),
+    "in_backward": OptimizerConfig(lr=LR, ema_decay=0.9, grad_clip=0.0, in_backward=True),
     "own": OptimizerConfig(lr=LR),
     "own_whole": OptimizerConfig(lr=LR),
 }
@@ -42,6 +45,8 @@ class Run:
     """What a run of some steps gives on a rank."""
 
     losses: list[float]
+    norms: list[float]  # of the gradients
+    left: int  # gradients that exist after a backward
     averaged: float  # the loss of the last batch with the averages of the weights; with the weights without `ema_decay`
 
 
@@ -49,9 +54,9 @@ def train(_rank: int, rule: str, parallel: ParallelConfig, steps: int, start: st
     """Train from the initial weights or from the checkpoint `start`; save at `url`."""
     model, optimizer = _built(rule, parallel)
     progress = _restored(model, optimizer, start) if start else TrainingProgress()
-    losses = []
+    done: list[tuple[float, float, int]] = []
     for step in range(progress.step, progress.step + steps):
-        losses.append(_step(model, optimizer, step))
+        done.append(_step(model, optimizer, step))
         progress = progress.after(samples=BATCH, tokens=BATCH * SEQ_LEN)
     if url:
         mesh = model.mesh
@@ -62,7 +67,8 @@ def train(_rank: int, rule: str, parallel: ParallelConfig, steps: int, start: st
     if optimizer.config.ema_decay:
         with optimizer.averaged():
             averaged = _loss(model, progress.step)
-    return Run(losses=losses, averaged=averaged)
+    losses, norms, left = zip(*done, strict=True) if done else ((), (), (0,))
+    return Run(losses=list(losses), norms=list(norms), left=max(left), averaged=averaged)
 
 
 def digests(url: str) -> dict[str, str]:
@@ -96,12 +102,14 @@ def _batch(model: Parallelized, step: int) -> dict[str, Tensor]:
     return {"tokens": mine[:, :-1], "labels": mine[:, 1:].clone()}
 
 
-def _step(model: Parallelized, optimizer: Optimizer, step: int) -> float:
+def _step(model: Parallelized, optimizer: Optimizer, step: int) -> tuple[float, float, int]:
+    optimizer.begin(LR)
     loss = model.forward_backward(_batch(model, step), count=BATCH * SEQ_LEN)
-    model.clip_grad_norm(1.0)
+    left = sum(weight.grad is not None for weight in model.named_parameters().values())
+    norm = model.clip_grad_norm(optimizer.config.grad_clip or math.inf, dropped=optimizer.dropped_squares)
     optimizer.step(LR)
     optimizer.zero_grad()
-    return float(model.reduce_loss(loss)) / (BATCH * SEQ_LEN)
+    return float(model.reduce_loss(loss)) / (BATCH * SEQ_LEN), float(norm), left
 
 
 def _loss(model: Parallelized, step: int) -> float:

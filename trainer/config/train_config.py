@@ -32,6 +32,7 @@ from titan_ckpt.location import check_writable, parse_location
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.chat import ChatConfig
 from titan_ckpt.trainer.config.extension import Extension, NoSettings, check_parts
+from titan_ckpt.trainer.config.in_backward import check_in_backward
 from titan_ckpt.trainer.config.log import LogConfig, check_log
 from titan_ckpt.trainer.config.ranges import check_ranges
 from titan_ckpt.trainer.config.validation import Format, ValidationConfig
@@ -379,6 +380,7 @@ def resolve_mesh(config: TrainConfig, world_size: int) -> MeshSpec:
         config.spec, config.mesh, mesh, seq_len=config.data.seq_len, microbatch_size=config.train.microbatch_size
     )
     check_base(config.lora, config.mesh, mesh)
+    check_in_backward(config, mesh)
     return mesh
 
 

@@ -58,7 +58,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "data", "cache prefetch"),
     **_each(Effect.REFUSED, "optimizer", "name moments"),
     **_each(Effect.SAID, "optimizer", "momentum nesterov muon_iterations muon_dtype muon_scale ema_decay"),
-    **_each(Effect.SAME, "optimizer", "implementation"),
+    **_each(Effect.SAME, "optimizer", "implementation in_backward"),
     **_each(Effect.SAID, "optimizer", "lr betas eps weight_decay grad_clip warmup_steps schedule decay_fraction"),
     **_each(Effect.SAID, "optimizer", "min_lr_ratio not_finite max_skipped groups"),
     **_each(Effect.SAID, "optimizer.groups", "weights lr weight_decay name"),

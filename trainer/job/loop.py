@@ -118,6 +118,7 @@ class Loop:
     def _forward_backward(self, batch: Batch, count: int, step: int) -> torch.Tensor:
         total, own = torch.zeros((), device=self._device), self.job.config.extension.train_step
         with self.job.phases("forward_backward", step):
+            self.job.optimizer.begin(self.job.config.rate(step - 1))
             if own is not None:
                 mine = [self.job.prepare(microbatch) for microbatch in batch.microbatches]
                 return run_own_step(own, mine, self.job.parallelized, count=count, step=step)
@@ -131,7 +132,8 @@ class Loop:
         lr = config.rate(step - 1)
         with job.phases("optimizer", step):
             self._hooks.after_backward(step, job.parallelized)
-            grad_norm = float(job.parallelized.clip_grad_norm(config.optimizer.grad_clip or math.inf))
+            max_norm = config.optimizer.grad_clip or math.inf
+            grad_norm = float(job.parallelized.clip_grad_norm(max_norm, dropped=job.optimizer.dropped_squares))
             if math.isfinite(grad_norm):
                 self._skipped_in_a_row = 0
                 job.optimizer.step(lr)

@@ -207,7 +207,7 @@ def _memory(
     has_head = num_stages(parallel, mesh) - 1 in stages
     return Memory(
         parameters=held.parameters,
-        gradients=held.gradients,
+        gradients=min(held.gradients, _at_once(config, mesh)) if config.optimizer.in_backward else held.gradients,
         optimizer=held.optimizer,
         gathered=_gathered(config, mesh, weights),
         activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
@@ -221,6 +221,14 @@ def _memory(
         logits=_head(config, tokens, tp, implementation.logit_bytes) if has_head else 0.0,
         pipeline=_boundaries(config, mesh, pp_rank, tokens) if mesh.degree("pp") > 1 else 0.0,
     )
+
+
+def _at_once(config: TrainConfig, mesh: MeshSpec) -> float:
+    """Gradients that exist together where each is used in the backward: of a block, or of embedding and head."""
+    model = config.model
+    tables = 0 if config.lora.rank else 1 if model.tied_embeddings else 2
+    ends = Parameters(all=tables * model.vocab_size * model.dim, of_experts=0)
+    return 4.0 * max(_largest_block(config, mesh).trained.sharded(mesh), ends.sharded(mesh))
 
 
 def _head(config: TrainConfig, tokens: float, tp: int, logit_bytes: float) -> float:

@@ -7,7 +7,7 @@ matrices, not to norms and biases.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from titan_ckpt.errors import ConfigError, TitanError
 from titan_ckpt.trainer.optim.adamw import AdamW
+from titan_ckpt.trainer.optim.in_backward import EarlyUpdates
 from titan_ckpt.trainer.optim.muon import Muon
 from titan_ckpt.trainer.optim.own import OwnRule
 from titan_ckpt.trainer.optim.rule import Rule, Trained, zeros_like
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
-from titan_ckpt.trainer.parallel.parallel_model import Parallelized, unwrap_float8
+from titan_ckpt.trainer.parallel.parallel_model import Parallelized, copies, unwrap_float8
 from titan_ckpt.trainer.parallel.precision import DTYPES
 from titan_ckpt.trainer.seams.optimizer import OptimizerSpec
 from titan_ckpt.trainer.seams.patterns import is_below, matching
@@ -50,6 +51,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1  # of matrices; norms and biases have none
     moments: Literal["float32", "bfloat16", "int8"] = "float32"  # of adamw; int8: codes with a scale per block of a row
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"  # torch's, of adamw with float32 moments
+    in_backward: bool = False  # update each weight in the backward and drop its gradient; for adamw without grad_clip
     momentum: float = 0.95  # of muon
     nesterov: bool = True  # of muon
     muon_iterations: int = 5  # of Newton and Schulz
@@ -114,24 +116,50 @@ class Optimizer:
         self.name: str = config.name if spec is None else spec.name  # recorded in checkpoints
         experts = frozenset(parallelized.plan.experts)
         self._rules = _rules(config, spec, experts)
-        self._groups: dict[tuple[str, float, float], list[str]] = {}
+        self._settings: dict[str, tuple[str, float, float]] = {}  # rule, share of the learning rate, weight decay
         self._state: dict[str, dict[str, Tensor]] = {}
+        self._lr = 0.0  # of the step that has begun
         blocks = frozenset(parallelized.plan.blocks)
         for fqn, weight in weights.items():
             ndim = weight.ndim - is_below(fqn, experts)  # of one expert
             name = OWN if spec is not None else rule_of(config, fqn, ndim, blocks)
             factor, decay = own_settings(config, fqn, ndim)
-            self._groups.setdefault((name, factor, decay), []).append(fqn)
+            self._settings[fqn] = (name, factor, decay)
             shard = unwrap_float8(weight.detach())
             self._state[fqn] = self._rules[name].state(fqn, shard) | _kept_for_all(
                 shard, has_average=config.ema_decay > 0.0
             )
+        self._early = self._in_backward() if config.in_backward else None
+
+    def _in_backward(self) -> EarlyUpdates:
+        """All weights but those whose gradients are still to be summed over tp."""
+        whole = {fqn: w for fqn, w in self._weights.items() if fqn not in self.parallelized.partial_over_tp}
+        mesh = self.parallelized.mesh
+        return EarlyUpdates(
+            whole, update=lambda fqn: self._update([fqn], self._lr), copies=lambda weight: copies(weight, mesh)
+        )
+
+    @property
+    def dropped_squares(self) -> Tensor | None:
+        """This rank's share of the squared norm of the gradients that were used in the backward; None without `in_backward`."""
+        return None if self._early is None else self._early.squares
+
+    @torch.no_grad()
+    def begin(self, lr: float) -> None:
+        """Before the backward of a step with `in_backward`, whose learning rate is `lr`."""
+        if self._early is None:
+            return
+        self._lr = lr
+        self._early.start()
+        if self.config.ema_decay:
+            self._start_averages()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update every weight that is trained; NoGradientError names those that the loss does not depend on."""
         self.parallelized.finish_gradients()
-        trained = [fqn for fqn, weight in self._weights.items() if weight.requires_grad]
+        done = set[str]() if self._early is None else self._early.updated
+        trained = [fqn for fqn, weight in self._weights.items() if weight.requires_grad and fqn not in done]
         if lost := [fqn for fqn in trained if self._weights[fqn].grad is None]:
             more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
             raise NoGradientError(
@@ -140,14 +168,20 @@ class Optimizer:
             )
         if self.config.ema_decay:
             self._start_averages()
-        if trained:
-            torch._foreach_add_([self._state[fqn]["step"] for fqn in trained], 1.0)
-        for (rule, factor, decay), fqns in self._groups.items():
-            some = [self._trained(fqn) for fqn in fqns if self._weights[fqn].requires_grad]
-            if some:
-                self._rules[rule].update(some, lr=factor * lr, decay=decay)
+        self._update(trained, lr)
         if self.config.ema_decay:
             self._average()
+
+    def _update(self, fqns: Sequence[str], lr: float) -> None:
+        """Update weights whose gradients are there."""
+        if not fqns:
+            return
+        torch._foreach_add_([self._state[fqn]["step"] for fqn in fqns], 1.0)
+        groups: dict[tuple[str, float, float], list[Trained]] = {}
+        for fqn in fqns:
+            groups.setdefault(self._settings[fqn], []).append(self._trained(fqn))
+        for (rule, factor, decay), some in groups.items():
+            self._rules[rule].update(some, lr=factor * lr, decay=decay)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -189,10 +189,11 @@ class Parallelized:
         torch._foreach_copy_(grads, [piece.view_as(grad) for piece, grad in zip(pieces, grads, strict=True)])
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, *, dropped: Tensor | None = None) -> Tensor:
         """Clip the gradient of the whole model, all shards and stages, to `max_norm`; returns the norm before clipping.
 
-        Ranks exchange one number: the squared norms of their shards, each divided by the number of its replicas.
+        Ranks exchange one number: the squared norms of their shards, each divided by the number of its replicas. `dropped` is
+        this number of the gradients that are gone (`optimizer.in_backward`).
         """
         self.finish_gradients()
         by_copies: dict[int, list[Tensor]] = {}
@@ -201,6 +202,8 @@ class Parallelized:
                 stages = 2 if self.tied_group is not None and fqn in self.spec.tied.values() else 1
                 by_copies.setdefault(stages * copies(parameter, self.mesh), []).append(local_tensor(parameter.grad))
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        if dropped is not None:
+            total += dropped.to(total.device)
         for count, grads in by_copies.items():
             norms = torch.stack(torch._foreach_norm(grads))
             total += norms.double().square().sum().to(total.device) / count
