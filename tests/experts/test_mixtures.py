@@ -231,6 +231,7 @@ def test_recomputed_blocks_count_their_tokens_once() -> None:
         ({"groups": 2, "groups_per_token": 3}, r"groups_per_token 3 of 2 groups"),
         ({"groups": 4, "per_token": 3}, r"per_token 3, but a token can reach 2 experts"),
         ({"number": 0}, r"model.experts.number = 0: must be from 1"),
+        ({"alpha": 2.0}, r"model.experts.alpha = 2.0 has no effect without model.experts.limit"),
         ({"dense_layers": 4}, r"dense_layers = 4 leaves no layer of 4 for experts"),
     ],
 )

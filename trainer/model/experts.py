@@ -23,6 +23,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.by_expert import ExpertWeights, Products, through_experts
 
 BIAS = "e_score_correction_bias"  # as Hugging Face's DeepSeek-V3 names it
+ALPHA = 1.702  # GPT-OSS's
 Compute: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # rows sorted by expert, and rows of each expert
 Beside: TypeAlias = Callable[[], None]  # work that needs no experts
 
@@ -44,7 +45,7 @@ class ExpertsConfig:
     shared: int = 0  # experts that every token goes through, as one feed-forward of shared x ffn_dim
     dense_layers: int = 0  # first layers with model.ffn_dim and no experts
     limit: float | None = None  # GPT-OSS: clamped SwiGLU, with biases of experts and router; unset: SwiGLU
-    alpha: float = 1.702  # with limit: slope of the gate's sigmoid
+    alpha: float = ALPHA  # with limit: slope of the gate's sigmoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,10 @@ def check_experts(config: ExpertsConfig) -> None:
         raise ConfigError(f"model.experts: per_token {config.per_token}, but a token can reach {most} experts")
     if config.limit is not None and (config.shared or not (config.limit > 0.0 and 0.0 < config.alpha < 1e30)):
         raise ConfigError("model.experts: with limit there are no shared experts, and limit and alpha are more than 0")
+    if config.limit is None and config.alpha != ALPHA:
+        raise ConfigError(
+            f"model.experts.alpha = {config.alpha} has no effect without model.experts.limit; leave it out"
+        )
     if config.shared < 0 or config.dense_layers < 0 or not 0.0 < config.scale < 1e30:
         raise ConfigError("model.experts: shared and dense_layers must be at least 0, scale more than 0")
 
