@@ -26,6 +26,7 @@ DEGREES = {
     "cp": 1,
     "tp": 1,
     "ep": 1,
+    "etp": 1,
     "async_tp": False,
     "pp_layers_per_stage": [],
     "cpu_offload": False,

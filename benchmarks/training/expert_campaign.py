@@ -18,7 +18,7 @@ import sys
 from dataclasses import replace
 
 from benchmarks.training.mesh_campaign import BAR, TIMEOUT_S, describe
-from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.parallel.config import V_SHAPED, ParallelConfig
 from tools.rank_pool import RankPool
 from tools.report import Measurement, write_section
 from tools.training.curves import (
@@ -37,7 +37,13 @@ from tools.training.mesh_cases import mesh
 from tools.training.near_ties import NEAR, OtherChoice, first_other_choice, watched_gaps
 
 MESHES: dict[int, list[ParallelConfig]] = {
-    2: [mesh(), mesh(ep=2), mesh(tp=2), mesh(pp=2), mesh(cp=2), mesh(ep=2, cp=2), mesh(ep=2, cpu_offload=True)],
+    2: [
+        *(mesh(), mesh(ep=2), mesh(tp=2), mesh(pp=2), mesh(cp=2), mesh(ep=2, cp=2), mesh(ep=2, cpu_offload=True)),
+        mesh(tp=2, etp=2),
+        *(mesh(tp=2, etp=2, activation_checkpoint=mode) for mode in ("full", "selective")),
+        mesh(tp=2, etp=2, cpu_offload=True),
+        mesh(tp=2, etp=2, async_tp=True),
+    ],
     4: [
         mesh(ep=4),
         mesh(ep=2),
@@ -63,6 +69,19 @@ MESHES: dict[int, list[ParallelConfig]] = {
         mesh(ep=2, tp=2, compile=True, activation_checkpoint="full"),
         mesh(ep=2, cp=2, compile=True, activation_checkpoint="selective"),
         mesh(ep=2, pp=2, pp_schedule="Interleaved1F1B", compile=True),
+        mesh(tp=4, etp=4),
+        mesh(tp=2, etp=2),
+        mesh(tp=2, etp=2, reshard_after_forward="never"),
+        mesh(dp_replicate=2, tp=2, etp=2),
+        mesh(ep=2, tp=2, etp=2),
+        *(mesh(ep=2, tp=2, etp=2, activation_checkpoint=mode) for mode in ("full", "every_n", "selective")),
+        mesh(pp=2, tp=2, etp=2),
+        *(mesh(pp=2, tp=2, etp=2, pp_schedule=name) for name in ("Interleaved1F1B", "InterleavedZeroBubble")),
+        *(mesh(pp=2, tp=2, etp=2, pp_schedule=name, activation_checkpoint="full") for name in V_SHAPED),
+        mesh(cp=2, tp=2, etp=2),
+        mesh(cp=2, ep=2, tp=2, etp=2, cp_method="all_gather"),
+        mesh(ep=2, tp=2, etp=2, compile=True, activation_checkpoint="full"),
+        mesh(ep=2, tp=2, etp=2, cpu_offload=True),
     ],
     8: [
         mesh(ep=8),
@@ -78,6 +97,11 @@ MESHES: dict[int, list[ParallelConfig]] = {
         mesh(ep=4, cp=4, tp=2),
         mesh(ep=4, cp=2, dp_replicate=2),
         mesh(ep=4, pp=2, activation_checkpoint="full"),
+        mesh(ep=2, tp=4, etp=4),
+        mesh(ep=2, tp=2, etp=2),
+        mesh(ep=2, pp=2, tp=2, etp=2),
+        mesh(ep=4, cp=2, tp=2, etp=2),
+        mesh(ep=2, dp_replicate=2, tp=2, etp=2),
     ],
 }
 CASES = {

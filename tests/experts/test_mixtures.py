@@ -91,7 +91,7 @@ def test_expert_parallelism_gives_the_curve_of_one_process(ranks: RankPool, name
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["ep x tp", "ep x ring"])
+@pytest.mark.parametrize("name", ["ep x tp", "ep x ring", "ep x etp"])
 @pytest.mark.parametrize("model", [DEEPSEEK, GPT_OSS], ids=lambda model: model.family)
 def test_families_train_on_meshes_as_in_one_process(ranks: RankPool, model: ModelConfig, name: str) -> None:
     balance = BALANCING if model is DEEPSEEK else BalanceConfig()
@@ -99,7 +99,7 @@ def test_families_train_on_meshes_as_in_one_process(ranks: RankPool, model: Mode
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["ep over cp and fsdp", "ep x tp"])
+@pytest.mark.parametrize("name", ["ep over cp and fsdp", "ep x tp", "ep x etp"])
 def test_muon_of_each_expert_is_that_of_one_process(ranks: RankPool, name: str) -> None:
     check_curve(ranks, CurveCase(model=MIXTURE, parallel=EXPERT_MESHES[name], rule="muon", steps=3))
 

@@ -26,7 +26,7 @@ RANGES: tuple[tuple[str, float, float], ...] = (
     ("model.n_layers", 1, MAX_LAYERS),
     ("model.head_dim", 0, MAX_SIZE),
     ("model.max_seq_len", 1, MAX_TOKENS),
-    *((f"mesh.{axis}", 1, MAX_RANKS) for axis in ("pp", "dp_replicate", "cp", "tp", "ep")),
+    *((f"mesh.{axis}", 1, MAX_RANKS) for axis in ("pp", "dp_replicate", "cp", "tp", "ep", "etp")),
     ("mesh.dp_shard", -1, MAX_RANKS),
     ("mesh.microbatches", 0, MAX_SIZE),
     ("mesh.loss_chunk_tokens", 0, MAX_TOKENS),

@@ -46,7 +46,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAID, "model.ahead", "weight"),
     **_each(Effect.SAID, "experts", "bias_rate balance_loss z_loss"),
     **_each(Effect.SAME, "model", "max_seq_len"),  # positions are computed for the sequence at hand
-    **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp ep pp_schedule pp_layers_per_stage microbatches"),
+    **_each(Effect.SAME, "mesh", "pp dp_replicate dp_shard cp tp ep etp pp_schedule pp_layers_per_stage microbatches"),
     **_each(Effect.SAME, "mesh", "sequence_parallel loss_parallel async_tp cp_method attention reshard_after_forward"),
     **_each(Effect.SAME, "mesh", "cpu_offload activation_checkpoint checkpoint_every_n activation_memory_budget"),
     **_each(Effect.SAME, "mesh", "loss_chunk_tokens compile"),

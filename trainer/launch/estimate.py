@@ -148,7 +148,9 @@ def _parameters_of_ranks(config: TrainConfig, mesh: MeshSpec, plan: Plan, counts
     found = []
     for rank in range(mesh.degree("pp")):
         mine = stages_of_rank(config.mesh, mesh, rank)
-        weights = Parameters(all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine))
+        weights = Parameters(
+            all=sum(counts[s] for s in mine), of_experts=sum(experts[s] for s in mine), etp=config.mesh.etp
+        )
         blocks = [fqn for s in mine for fqn in plan.blocks[ranges[s].start : ranges[s].end]]
         found.append(with_adapters(weights, config.lora, plan, blocks, mesh.degree("tp")))
     return found
@@ -213,7 +215,7 @@ def _memory(
         activations=_in_flight(parallel, mesh, pp_rank) * tokens * kept * width,
         block=DECODING * weights.decoded
         + (
-            tokens * _block_per_token(model, tp, is_mixture=dense < len(indices)) * width
+            tokens * _block_per_token(model, parallel, tp, is_mixture=dense < len(indices)) * width
             if parallel.activation_checkpoint != "none"
             else 0.0
         ),
@@ -295,18 +297,18 @@ def _unsharded(config: TrainConfig, mesh: MeshSpec, weights: Parameters) -> floa
 
 
 def _largest_block(config: TrainConfig, mesh: MeshSpec) -> Parameters:
-    plan = plan_of(config.spec)
-    return with_adapters(_block_parameters(config.model), config.lora, plan, plan.blocks[-1:], mesh.degree("tp"))
+    plan, block = plan_of(config.spec), _block_parameters(config.model, config.mesh.etp)
+    return with_adapters(block, config.lora, plan, plan.blocks[-1:], mesh.degree("tp"))
 
 
-def _block_parameters(model: ModelConfig) -> Parameters:
+def _block_parameters(model: ModelConfig, etp: int) -> Parameters:
     """Of the largest kind of block that the model has."""
     around, experts = model.attention_weights + 2 * model.dim, model.experts
     if experts is None:
         return Parameters(all=around + 3 * model.dim * model.ffn_dim, of_experts=0)
     shared = 3 * model.dim * experts.shared * experts.ffn_dim + model.dim * experts.number
     routed = 3 * model.dim * experts.number * experts.ffn_dim
-    return Parameters(all=around + shared + routed, of_experts=routed)
+    return Parameters(all=around + shared + routed, of_experts=routed, etp=etp)
 
 
 def _in_flight(parallel: ParallelConfig, mesh: MeshSpec, pp_rank: int) -> float:
@@ -332,7 +334,7 @@ def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int, *, is
     """Elements per token that a block keeps from forward to backward; sequence parallelism shards block inputs too."""
     heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     entry = model.dim / (tp if parallel.sequence_parallel else 1)
-    whole = _block_per_token(model, tp, is_mixture=is_mixture)
+    whole = _block_per_token(model, parallel, tp, is_mixture=is_mixture)
     match parallel.activation_checkpoint:
         case "full":
             return entry
@@ -342,7 +344,8 @@ def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int, *, is
         case "selective":  # attention, and of q k v o gate up down every second: q, v, gate, down
             if is_mixture:  # the rows of experts and their results, which two all-to-alls move
                 assert model.experts is not None
-                return 2 * entry + (2 * heads + kv + 2 * model.experts.per_token * model.dim) / tp
+                moved = 2 * (1 + parallel.etp if parallel.etp > 1 else 1) * model.experts.per_token * model.dim
+                return 2 * entry + (2 * heads + kv + moved) / tp
             return 2 * entry + (2 * heads + kv + model.ffn_dim) / tp
         case "budget":
             return entry + parallel.activation_memory_budget * (whole - entry)
@@ -350,10 +353,11 @@ def _kept_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int, *, is
             return whole
 
 
-def _block_per_token(model: ModelConfig, tp: int, *, is_mixture: bool = False) -> float:
+def _block_per_token(model: ModelConfig, parallel: ParallelConfig, tp: int, *, is_mixture: bool = False) -> float:
     """Elements per token that a block's backward needs: the inputs of norms, products and attention, gathered over tp.
 
-    Of a mixture with evenly spread tokens: each row in the order of its token, of its sender and of its expert, there and back.
+    Of a mixture with evenly spread tokens: each row in the order of its token, of its sender and of its expert, there and back;
+    half of them are rows at their experts, which with etp are those of all ranks of tp.
     """
     heads, kv = model.n_heads * model.head_size, model.n_kv_heads * model.head_size
     between = 4 * model.dim / tp  # residuals and norm inputs
@@ -361,6 +365,7 @@ def _block_per_token(model: ModelConfig, tp: int, *, is_mixture: bool = False) -
     feed_forward = 4 * model.ffn_dim
     if is_mixture and model.experts is not None:
         experts = model.experts
-        feed_forward = experts.per_token * (6 * model.dim + 4 * experts.ffn_dim) + 4 * experts.shared * experts.ffn_dim
+        feed_forward = experts.per_token * (3 * (1 + parallel.etp) * model.dim + 4 * experts.ffn_dim)
+        feed_forward += 4 * experts.shared * experts.ffn_dim
     inside = (3 * heads + 4 * kv + feed_forward) / tp  # rotated and plain q, k; v; attention; gate, up, silu, product
     return between + gathered + inside

@@ -20,13 +20,14 @@ WIDTH = {"float32": 4, "bfloat16": 2}  # bytes of an element
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """Weights of a pipeline rank: in all, those of experts, which ep divides and tp does not, and those that are not trained.
+    """Weights of a pipeline rank: in all, those of experts, which ep and etp divide, and those that are not trained.
 
     Beside them, on every data rank: `nf4_bytes` of a base in NF4, whose largest weight has `decoded` values.
     """
 
     all: int
     of_experts: int
+    etp: int = 1
     frozen: int = 0
     nf4_bytes: float = 0.0
     decoded: int = 0
@@ -34,16 +35,16 @@ class Parameters:
     @property
     def trained(self) -> Parameters:
         """Those with gradients and moments."""
-        return Parameters(all=self.all - self.frozen, of_experts=0 if self.frozen else self.of_experts)
+        return Parameters(all=self.all - self.frozen, of_experts=0 if self.frozen else self.of_experts, etp=self.etp)
 
     def over_model(self, parallel: ParallelConfig) -> float:
         """Those of one rank of tp and ep."""
-        return (self.all - self.of_experts) / parallel.tp + self.of_experts / parallel.ep
+        return (self.all - self.of_experts) / parallel.tp + self.of_experts / (parallel.ep * self.etp)
 
     def sharded(self, mesh: MeshSpec) -> float:
         """Those of one rank, with FSDP."""
         fsdp = mesh.degree(FSDP_AXES)
-        return (self.all - self.of_experts) / (fsdp * mesh.degree("tp")) + self.of_experts / fsdp
+        return (self.all - self.of_experts) / (fsdp * mesh.degree("tp")) + self.of_experts / (fsdp * self.etp)
 
 
 def stage_parameters(

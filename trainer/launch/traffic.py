@@ -55,11 +55,31 @@ def _of_activations(config: TrainConfig, mesh: MeshSpec, tokens: float, runs: in
         calls = runs * micro * (model.n_layers - model.dense_layers) // pp * passes
         rows = hidden * model.experts.per_token / cut * (parallel.ep - 1) / parallel.ep
         found.append(CollectiveTraffic(name="EP all-to-all", calls=calls, size_bytes=calls * rows / micro))
+    if parallel.etp > 1 and model.experts is not None:
+        found.append(
+            _to_all(config, calls=runs * micro * (model.n_layers - model.dense_layers) // pp, hidden=hidden / micro)
+        )
     if pp > 1:
         each = num_stages(parallel, mesh) // pp * 2
         sent = runs * each * hidden / cut
         found.append(CollectiveTraffic(name="PP send and receive", calls=runs * micro * each, size_bytes=sent))
     return found
+
+
+def _to_all(config: TrainConfig, *, calls: int, hidden: float) -> CollectiveTraffic:
+    """Rows of `calls` mixtures to all ranks of tp, and their results; half of gate or up to the rank with the other half."""
+    model, parallel, etp = config.model, config.mesh, config.mesh.etp
+    assert model.experts is not None
+    passes, rows = (
+        3 if parallel.activation_checkpoint == "full" else 2,
+        hidden * model.experts.per_token * (etp - 1) / etp,
+    )
+    pairs = 0 if model.experts.limit is not None else 2 * model.experts.ffn_dim / etp / model.dim
+    return CollectiveTraffic(
+        name="TP all-to-all of experts",
+        calls=calls * passes * (2 if not pairs else 3),
+        size_bytes=calls * passes * rows * (2 + pairs),
+    )
 
 
 def _context(config: TrainConfig, mesh: MeshSpec, tokens: float, runs: int) -> list[CollectiveTraffic]:

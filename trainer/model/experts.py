@@ -10,7 +10,7 @@ G groups of experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -204,12 +204,14 @@ class Router(nn.Module):
 class _Experts(nn.Module, ABC):
     """Feed-forwards, one for each expert, in weights that transformers' modules have too: [E, ...].
 
-    A rank may have only some of the experts: then `exchange` is set.
+    A rank may have only some of the experts, or a part of each: then `exchange` is set.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, divided: Mapping[str, int | None]) -> None:
         super().__init__()
         self.number = number
+        # With `etp`, tp cuts each weight along this dimension; None is a bias of the outputs, which is whole.
+        self.divided = divided
         self.exchange: Exchange | None = None
         self.products = Products()
 
@@ -239,10 +241,15 @@ class _Experts(nn.Module, ABC):
 
 
 class Experts(_Experts):
-    """Experts that are SwiGLU feed-forwards without biases."""
+    """Experts that are SwiGLU feed-forwards without biases.
+
+    Where tp cuts each expert, a rank has consecutive rows of `gate_up_proj`, all of gates or all of ups but for one rank in the
+    middle. `pair` exchanges their columns for gate and up of the same features.
+    """
 
     def __init__(self, config: ExpertsConfig, dim: int) -> None:
-        super().__init__(config.number)
+        super().__init__(config.number, {"gate_up_proj": 1, "down_proj": 2})
+        self.pair: Callable[[Tensor], Tensor] | None = None
         self.gate_up_proj = nn.Parameter(torch.empty(config.number, 2 * config.ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.number, dim, config.ffn_dim))
 
@@ -250,6 +257,8 @@ class Experts(_Experts):
         return ExpertWeights(self.gate_up_proj, None, self.down_proj, None)
 
     def activation(self, both_NF: Tensor) -> Tensor:
+        if self.pair is not None:
+            both_NF = self.pair(both_NF)
         gate_NF, up_NF = both_NF.chunk(2, dim=-1)
         return F.silu(gate_NF) * up_NF
 
@@ -258,7 +267,8 @@ class ClampedExperts(_Experts):
     """GPT-OSS's: gate and up are clamped, their columns alternate, and all weights are [E, inputs, outputs] with biases."""
 
     def __init__(self, config: ExpertsConfig, dim: int) -> None:
-        super().__init__(config.number)
+        cuts = {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": None}
+        super().__init__(config.number, cuts)
         assert config.limit is not None
         self.limit, self.alpha = config.limit, config.alpha
         self.gate_up_proj = nn.Parameter(torch.empty(config.number, dim, 2 * config.ffn_dim))

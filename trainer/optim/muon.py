@@ -1,7 +1,7 @@
 """Muon: momentum made orthogonal by Newton-Schulz iterations, for the matrices of the blocks. Formulas as in torch.optim.Muon.
 
 The weights of experts are stacks [E, R, C], one matrix for each expert, which meshes divide between experts: a rank
-computes its own.
+computes its own. Those that tp cuts are gathered.
 
 Sources: https://kellerjordan.github.io/posts/muon/ and arXiv 2502.16982, whose scale lets it share AdamW's learning rate.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.optim.rule import Trained, shard_of, zeros_like
-from titan_ckpt.trainer.optim.whole import compute_device, map_whole
+from titan_ckpt.trainer.optim.whole import compute_device, map_whole, over_tp, tp_cut
 from titan_ckpt.trainer.seams.patterns import is_below
 
 A, B, C, EPS = 3.4445, -4.7750, 2.0315, 1e-7
@@ -70,11 +70,12 @@ class Muon:
         return [found[k] if k in found else self._of_each(part, weights[k]) for k, part in enumerate(wanted)]
 
     def _of_each(self, part_LRC: Tensor, weight: Tensor) -> Tensor:
-        """The L experts of this rank, one after another: sums of one order on every mesh."""
-        at = compute_device(part_LRC, weight)
+        """The L experts of this rank, one after another: sums of one order on every mesh. Those that tp cuts are gathered."""
+        at, tp = compute_device(part_LRC, weight), tp_cut(weight)
+        tp = tp if tp is None else tp._replace(dim=tp.dim - 1)  # of one expert
         out = torch.empty_like(part_LRC)
         for expert, matrix in enumerate(part_LRC):
-            out[expert] = self.orthogonal(matrix.to(at))
+            out[expert] = over_tp(matrix.to(at), tp, self.orthogonal)
         return out
 
     def orthogonal(self, matrix: Tensor) -> Tensor:

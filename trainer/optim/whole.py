@@ -6,8 +6,9 @@ holds one whole matrix. Ranks along tp, and copies along dp_replicate, compute t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Function = Callable[[Tensor], Tensor]
+
+
+class TpCut(NamedTuple):
+    """The ranks that have the other parts of a tensor, and the dimension that is cut."""
+
+    group: dist.ProcessGroup
+    dim: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +35,7 @@ class _Piece:
     columns: int  # of the part
     rows: int  # of all parts over `rows_group`
     rows_group: dist.ProcessGroup | None
-    tp_group: dist.ProcessGroup | None
-    tp_dim: int
+    tp: TpCut | None
 
 
 def map_whole(parts: Sequence[Tensor], weights: Sequence[Tensor], function: Function) -> list[Tensor]:
@@ -52,30 +59,49 @@ def compute_device(part: Tensor, weight: Tensor) -> torch.device:
     return part.device
 
 
-def _piece(index: int, part: Tensor, weight: Tensor) -> _Piece:
-    rows_group = tp_group = None
-    tp_dim, rows = 0, part.shape[0]
+def tp_cut(weight: Tensor) -> TpCut | None:
+    """How tp cuts a weight; None for one that is whole on its ranks."""
+    return next((TpCut(group, dim) for name, group, dim in _cuts(weight) if name == "tp"), None)
+
+
+def over_tp(part: Tensor, tp: TpCut | None, function: Function) -> Tensor:
+    """`function` of the tensor of which tp's ranks have equal parts; returns this rank's part."""
+    if tp is None:
+        return function(part)
+    size = tp.group.size()
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=tp.group)
+    whole = function(torch.cat(parts, dim=tp.dim))
+    return whole.chunk(size, dim=tp.dim)[tp.group.rank()].contiguous()
+
+
+def _cuts(weight: Tensor) -> Iterator[tuple[str, dist.ProcessGroup, int]]:
+    """The mesh dimensions that divide a weight: their names and groups, and the dimension that they cut."""
     if isinstance(weight, DTensor):
-        mesh, rows = weight.device_mesh, weight.shape[0]
-        for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), weight.placements, strict=True)):
-            if not isinstance(placement, Shard | _StridedShard) or mesh.size(dim) == 1:
-                continue
-            if name == "tp":
-                tp_group, tp_dim = mesh.get_group(dim), placement.dim
-                rows //= mesh.size(dim) if tp_dim == 0 else 1
-            else:
-                assert placement.dim == 0, "FSDP divides rows"
-                rows_group = mesh.get_group(dim)
+        mesh = weight.device_mesh
+        for index, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), weight.placements, strict=True)):
+            if isinstance(placement, Shard | _StridedShard) and mesh.size(index) > 1:
+                yield name, mesh.get_group(index), placement.dim
+
+
+def _piece(index: int, part: Tensor, weight: Tensor) -> _Piece:
+    rows_group, tp, rows = None, tp_cut(weight), part.shape[0]
+    if isinstance(weight, DTensor):
+        rows = weight.shape[0] // (tp.group.size() if tp is not None and tp.dim == 0 else 1)
+        for name, group, dim in _cuts(weight):
+            if name != "tp":
+                assert dim == 0, "FSDP divides rows"
+                rows_group = group
     return _Piece(
         index=index, part=part.to(compute_device(part, weight)), columns=part.shape[1], rows=rows,
-        rows_group=rows_group, tp_group=tp_group, tp_dim=tp_dim,
+        rows_group=rows_group, tp=tp,
     )  # fmt: skip
 
 
 def _round(pieces: Sequence[_Piece], group: dist.ProcessGroup | None, function: Function) -> dict[int, Tensor]:
     """At most one matrix per rank of `group`: the k-th is computed by the k-th rank."""
     if group is None:
-        return {piece.index: _over_tp(piece, piece.part, function) for piece in pieces}
+        return {piece.index: over_tp(piece.part, piece.tp, function) for piece in pieces}
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = pieces[rank] if rank < len(pieces) else None
     sent = [pieces[k].part.numel() if k < len(pieces) else 0 for k in range(size)]
@@ -84,7 +110,7 @@ def _round(pieces: Sequence[_Piece], group: dist.ProcessGroup | None, function: 
     whole = flat.new_empty(sum(got))
     dist.all_to_all_single(whole, flat, got, sent, group=group)
     if mine is not None:
-        whole = _over_tp(mine, whole.view(mine.rows, mine.columns), function).reshape(-1)
+        whole = over_tp(whole.view(mine.rows, mine.columns), mine.tp, function).reshape(-1)
     back = torch.empty_like(flat)
     dist.all_to_all_single(back, whole, sent, got, group=group)
     parts = torch.split(back, sent[: len(pieces)])
@@ -99,14 +125,3 @@ def _rows(rows: int, size: int) -> list[int]:
     """
     most = -(-rows // size)
     return [max(0, min(most, rows - rank * most)) for rank in range(size)]
-
-
-def _over_tp(piece: _Piece, part: Tensor, function: Function) -> Tensor:
-    """`function` of the matrix of which tp's ranks have equal parts; returns this rank's part."""
-    if piece.tp_group is None:
-        return function(part)
-    size = dist.get_world_size(piece.tp_group)
-    parts = [torch.empty_like(part) for _ in range(size)]
-    dist.all_gather(parts, part.contiguous(), group=piece.tp_group)
-    whole = function(torch.cat(parts, dim=piece.tp_dim))
-    return whole.chunk(size, dim=piece.tp_dim)[dist.get_rank(piece.tp_group)].contiguous()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
+
+from torch import nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
@@ -12,8 +15,8 @@ from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, sta
 from titan_ckpt.trainer.device_mesh import EP_OVER_CP
 from titan_ckpt.trainer.model.plan import Plan, check_stages, check_tensor_cuts, plan_of
 from titan_ckpt.trainer.model.stages import BlockRange
-from titan_ckpt.trainer.seams.model import ModelSpec
-from titan_ckpt.trainer.seams.patterns import matching
+from titan_ckpt.trainer.seams.model import ModelSpec, Shared
+from titan_ckpt.trainer.seams.patterns import ancestors_of, matching
 
 PipelineSchedule: TypeAlias = Literal[
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -37,6 +40,7 @@ class ParallelConfig:
     cp: int = 1  # context parallel: ranks that divide a sequence
     tp: int = 1  # tensor parallel: ranks that divide each matrix
     ep: int = 1  # expert parallel: ranks of dp_shard, or of cp and dp_shard, that divide the experts of a mixture
+    etp: int = 1  # ranks of tp that divide each expert: 1 or tp
 
     pp_schedule: PipelineSchedule = "1F1B"  # order of forwards and backwards
     pp_layers_per_stage: tuple[int, ...] = ()  # empty: an even split
@@ -123,6 +127,7 @@ def check_fits(
     _check_pipeline(plan, parallel, mesh, microbatch_size)
     _check_methods(parallel, mesh)
     _check_experts(plan, parallel)
+    _check_divided_experts(plan, parallel, mesh.degree("tp"))
     _check_float8_skip(plan, parallel)
     if parallel.float8 != "none":
         samples = microbatch_size // num_microbatches(parallel, mesh)
@@ -276,6 +281,56 @@ def _check_experts(plan: Plan, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f'float8={parallel.float8} with experts: set float8=none; mesh.experts_dtype = "mxfp8" is for their products'
         )
+
+
+def divided_weights(fqn: str, experts: nn.Module) -> Mapping[str, int | None]:
+    """The dimension along which tp cuts each weight of experts, their attribute `divided`; ConfigError if it cannot be."""
+    divided: object = getattr(experts, "divided", None)
+    if not isinstance(divided, Mapping):
+        raise ConfigError(
+            f"mesh.etp: {fqn} has no attribute `divided`, the dimension along which tp cuts each weight; set mesh.etp = 1"
+        )
+    shapes = {name: tuple(weight.shape) for name, weight in experts.named_parameters()}
+    for name in (*shapes, *divided):
+        dim = divided.get(name, 0)
+        if name not in shapes or (dim is not None and dim not in range(1, len(shapes[name]))):
+            raise ConfigError(
+                f"{fqn}.{name}: the attribute `divided` is {dict(divided)}, the weights are {shapes}; expected for each a "
+                "dimension from 1 on, or None for a bias of the outputs"
+            )
+    return divided
+
+
+def _check_divided_experts(plan: Plan, parallel: ParallelConfig, tp: int) -> None:
+    """Whether `etp` can cut each expert."""
+    etp = parallel.etp
+    if etp == 1:
+        return
+    if etp != tp:
+        raise ConfigError(
+            f"mesh.etp = {etp} with tp = {tp}: must be 1, each expert whole on the ranks of tp, or as many as tp, which cut it"
+        )
+    if not plan.experts:
+        raise ConfigError(
+            f"{plan.spec.name}: ModelSpec.experts is empty, so etp={etp} has nothing to divide; set mesh.etp = 1"
+        )
+    if not parallel.sequence_parallel:
+        raise ConfigError(
+            f"mesh.etp = {etp} without sequence_parallel: every rank of tp would send the same tokens; set "
+            "mesh.sequence_parallel = true, or mesh.etp = 1"
+        )
+    unit, per = (MX_BLOCK, f"{MX_BLOCK} x ") if parallel.experts_dtype == "mxfp8" else (1, "")
+    for fqn in plan.experts:
+        rules = [plan.rules[name] for name in (fqn, *ancestors_of(fqn)) if name in plan.rules]
+        if not rules or not all(isinstance(rule, Shared) for rule in rules):
+            raise ConfigError(
+                f"mesh.etp: ModelSpec.tensor has {rules} for {fqn}; experts that tp cuts get the tokens of each of its ranks: "
+                "make them Shared, outside of regions, or set mesh.etp = 1"
+            )
+        for name, dim in divided_weights(fqn, plan.module.get_submodule(fqn)).items():
+            if dim is not None:
+                size = plan.module.get_parameter(f"{fqn}.{name}").shape[dim]
+                _divides(size, unit * etp, f"{fqn}.{name}: dimension {dim} of", f"{per}etp")
 
 
 def skips_float8(parallel: ParallelConfig, fqn: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-BIAS_SHARE = "bias_share"  # attribute of a row-wise projection: 1 / tp, since the outputs of all ranks are summed
+SHARES = "shares"  # attribute: 1 / tp by name of a whole bias that all ranks of tp add, since their outputs are summed
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -48,10 +48,10 @@ def on_local_weights(
 
 def _divided(module: nn.Module) -> list[tuple[str, float]]:
     """The weights of a module that are not used as they are, and the share of them that counts."""
-    share = getattr(module, BIAS_SHARE, 1.0)
+    shares = getattr(module, SHARES, {})
     found = []
     for name, weight in module.named_parameters(recurse=False):
-        part = share if name == "bias" else 1.0
+        part = shares.get(name, 1.0)
         if isinstance(weight, DTensor) or part != 1.0:
             found.append((name, part))
     return found

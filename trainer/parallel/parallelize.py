@@ -124,8 +124,7 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
         partial |= set(apply_tensor_parallel(part, plan, tp_mesh, method))
     if parallel.experts_dtype != "param_dtype":
         set_products(part, plan, expert_products(parallel, ranks.device))
-    if ranks.expert_mesh is not None:
-        shard_experts(part, plan, ranks.expert_mesh[ranks.expert_axes])
+    partial -= shard_experts(part, plan, ranks, etp=parallel.etp)
     if tp_mesh is not None or ranks.expert_mesh is not None:
         compute_on_shards(part, but=(*plan.blocks, *plan.units) if parallel.compile else (), yet=eager)
     if parallel.compile and eager:  # recomputation goes around: what a compiled block leaves out cannot be inside one

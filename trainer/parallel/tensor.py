@@ -25,7 +25,7 @@ from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.model.stages import Elsewhere, tie
 from titan_ckpt.trainer.parallel import collectives
 from titan_ckpt.trainer.parallel.collectives import FEATURES
-from titan_ckpt.trainer.parallel.local_weights import BIAS_SHARE, on_local_weights
+from titan_ckpt.trainer.parallel.local_weights import SHARES, on_local_weights
 from titan_ckpt.trainer.parallel.overlap.regions import RingRegion
 from titan_ckpt.trainer.seams.model import Colwise, Head, Region, Rowwise, Shared, Vocab, Whole
 from titan_ckpt.trainer.seams.patterns import is_below
@@ -155,7 +155,7 @@ def _shard_rowwise(module: nn.Module, fqn: str, mesh: DeviceMesh) -> list[str]:
     _shard_one(module, "weight", mesh, 1)
     if getattr(module, "bias", None) is None:
         return []
-    module.__dict__[BIAS_SHARE] = 1.0 / mesh.size()
+    module.__dict__[SHARES] = {"bias": 1.0 / mesh.size()}
     return [f"{fqn}.bias"]
 
 
