@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.converters import export_hf
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.saving.saver import SaveOptions, save
 from titan_ckpt.sharding.placement import Shard
-from titan_ckpt.trainer.config.toml_records import resolve
+from titan_ckpt.trainer.config.toml_records import as_dict, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, resolve_mesh
 from titan_ckpt.trainer.launch.estimate import TrainingEstimate, estimate_training
 from titan_ckpt.trainer.model.by_expert import looped_product
@@ -31,7 +32,7 @@ from tools.paths import CONFIGS
 from tools.rank_pool import RankPool
 from tools.training.curves import DEEPSEEK, GPT_OSS, MIXTURE, SMALL, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import mesh
-from tools.training.resume_matrix import reshard, resume_both_ways, train_sources
+from tools.training.resume_matrix import resume_both_ways, train_sources
 
 DIVIDED = mesh(ep=2, tp=2, etp=2)
 MESHES = {
@@ -185,16 +186,29 @@ def test_divided_experts_are_stored_once_in_whole_tensors(sources: dict[str, str
     assert (rows.num_chunks, columns.num_chunks) == (4, 4)
 
 
+def save_weights(_rank: int, config: ModelConfig, parallel: ParallelConfig, url: str) -> None:
+    """Save the initial weights, which are the same on every mesh."""
+    spread = mesh_spec(parallel, dist.get_world_size() if dist.is_initialized() else 1)
+    model = build_parallel_model(decoder(config), parallel, spread, device=torch.device("cpu"), seed=3)
+    options = SaveOptions(mesh=spread, timeout_s=60)
+    save(url, {"model": model.model_state()}, step=1, options=options, config={"model": as_dict(config)})
+
+
 @pytest.mark.dist
-def test_divided_experts_convert_to_the_same_files(sources: dict[str, str], tmp_path: Path) -> None:
-    source, whole = tmp_path / "divided", tmp_path / "whole"
-    reshard(sources["ep=2,tp=2"], str(whole), "dp_shard=1")
-    export_hf(sources["ep=2,tp=2"], str(source / "hf"))
-    export_hf(str(whole), str(whole / "hf"))
-    names = sorted(path.name for path in (source / "hf").iterdir())
-    assert [path.name for path in sorted((whole / "hf").iterdir())] == names
-    for name in names:
-        assert (source / "hf" / name).read_bytes() == (whole / "hf" / name).read_bytes()
+@pytest.mark.parametrize("config", [MIXTURE, GPT_OSS], ids=lambda config: config.family)
+def test_divided_experts_convert_to_the_same_files(ranks: RankPool, config: ModelConfig, tmp_path: Path) -> None:
+    ranks.run(save_weights, config, DIVIDED, str(tmp_path / "divided"))
+    try:
+        save_weights(0, config, mesh(), str(tmp_path / "whole"))
+    finally:
+        dist.destroy_process_group()
+    files = {}
+    for name in ("divided", "whole"):
+        export_hf(str(tmp_path / name), str(tmp_path / name / "hf"))
+        files[name] = {path.name: path.read_bytes() for path in (tmp_path / name / "hf").iterdir()}
+        assert b"exported" in files[name].pop("README.md")  # of which mesh
+    assert "model.safetensors" in files["whole"]
+    assert files["divided"] == files["whole"]
 
 
 @pytest.mark.parametrize(
