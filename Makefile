@@ -78,7 +78,7 @@ zoo: $(READY) ## save and load several hundred kinds of states, by us and by DCP
 peer-tests: $(READY) ## PyTorch's own checkpoint tests with its storage and with ours (ARGS="--tests FOLDER --part NAME"; 15 minutes)
 	$(BIN)/python -m tools.peer_tests $(ARGS)
 
-faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (30 minutes)
+faults: $(READY) ## kill saves, fail store calls in turn and at random, damage every file: docs/reliability.md (40 minutes)
 	$(BIN)/python -m scripts.faults --kills 200
 	$(BIN)/python -m scripts.faults --kills 100 --s3
 	$(BIN)/python -m scripts.faults --kills 24 --s3 --client s3fs
