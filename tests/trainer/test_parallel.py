@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
+from titan_ckpt.trainer.model.attention import Attend
 from titan_ckpt.trainer.model.decoder import Decoder, decoder
 from titan_ckpt.trainer.model.stages import BlockRange
 from titan_ckpt.trainer.parallel.config import (
@@ -24,6 +28,7 @@ from titan_ckpt.trainer.parallel.config import (
     num_stages,
     stages_of_rank,
 )
+from titan_ckpt.trainer.parallel.context import AllGatherAttend, FlexGatherAttend, head_tail_positions
 from titan_ckpt.trainer.parallel.initialize import cut_axes
 from titan_ckpt.trainer.parallel.local_weights import local_tensor
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
@@ -201,7 +206,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pp": 2, "microbatches": 3}, r"samples per forward 8 / microbatches 3"),
     ({"pp": 2, "microbatches": 1}, r"1F1B over pp=2 needs at least 2 microbatches; got 1"),
     ({"pp": 2, "pp_schedule": "DualPipeV", "microbatches": 2}, r"at least 4 microbatches; got 2"),
-    ({"cp": 2, "attention": "flex"}, r"context parallelism brings its own attention"),
+    ({"cp": 2, "attention": "flex"}, r"a ring merges the results of other kernels"),
     ({"activation_checkpoint": "budget"}, r"set compile=true"),
     ({"float8": "rowwise", "float8_all_gather": True}, r"float8_all_gather needs float8=tensorwise, not 'rowwise'"),
     ({"async_tp": True}, r"set both"),
@@ -243,6 +248,51 @@ def test_tied_embeddings_are_refused_on_v_shaped_schedules() -> None:
             decoder(replace(SMALL, tied_embeddings=True)), mesh(pp=2, pp_schedule="ZBVZeroBubble"), MeshSpec.parse("pp=2"),
             seq_len=48, microbatch_size=8,
         )  # fmt: skip
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, *, block_mask: BlockMask, scale: float | None, enable_gqa: bool) -> Tensor:
+    """FlexAttention's arithmetic, differentiable on a CPU."""
+    b, h, at, keys = (torch.arange(n) for n in (len(q), 1, q.shape[2], k.shape[2]))
+    seen = block_mask.mask_mod(b[:, None, None, None], h[:, None, None], at[:, None], keys)
+    return torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen.expand(len(q), 1, -1, -1), scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _gathered_attention(rank: int, window: int | None, has_documents: bool) -> list[Tensor]:
+    """Of this rank's half: torch's FlexAttention; SDPA's output and gradients; those of FlexAttention's arithmetic."""
+    group = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 64, heads, 16, generator=generator) for heads in (4, 2, 2)]
+    documents_BS = (torch.arange(64) // 23).expand(2, -1) if has_documents else None
+    mine_S = head_tail_positions(64, 2, rank % 2)
+    flex = FlexGatherAttend(group, window)
+    flex.flex.kernel = flex_attention  # uncompiled: compiling takes 15 s
+    positions_BS = mine_S.expand(2, -1)
+    q, k, v = (x[:, mine_S] for x in whole)
+    torchs = flex(q, k, v, flex.plan(positions_BS, documents_BS))
+    flex.flex.kernel = _dense
+    found: list[Tensor] = [torchs]
+    kernels: tuple[Attend, ...] = (AllGatherAttend(group, window), flex)
+    for kernel in kernels:
+        q, k, v = (x[:, mine_S].requires_grad_() for x in whole)
+        out = kernel(q, k, v, kernel.plan(positions_BS, documents_BS))
+        torch.autograd.backward(out.square().sum())
+        found += [out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)]
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("window", "has_documents"), [(None, False), (20, True)])
+def test_flex_attention_over_gathered_keys_equals_sdpa(
+    ranks: RankPool, window: int | None, has_documents: bool
+) -> None:
+    for found in ranks.run(_gathered_attention, window, has_documents):
+        assert len(found) == 9
+        torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(found[5:], found[1:5], atol=1e-5, rtol=1e-4)
 
 
 def test_flex_attention_is_refused_where_it_has_no_backward() -> None:

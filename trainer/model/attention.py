@@ -68,14 +68,21 @@ class FlexAttend:
     def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> BlockMask:
         """The block mask, shared by all heads."""
         batch, seq_len = positions_BS.shape
+        return self.block_mask(batch, seq_len, documents_BS, positions_BS.device)
+
+    def block_mask(
+        self, batch: int, keys: int, documents_BT: Tensor | None, device: torch.device, at_S: Tensor | None = None
+    ) -> BlockMask:
+        """The mask of queries that stand `at_S` among the keys, or one for each key. `documents_BT` are those of the keys."""
 
         def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:  # noqa: ARG001 - the signature is torch's
-            seen = q >= k
+            at = q if at_S is None else at_S[q]
+            seen = at >= k
             if self.window is not None:
-                seen = seen & (q - k < self.window)
-            return seen if documents_BS is None else seen & (documents_BS[b, q] == documents_BS[b, k])
+                seen = seen & (at - k < self.window)
+            return seen if documents_BT is None else seen & (documents_BT[b, at] == documents_BT[b, k])
 
-        return create_block_mask(sees, batch, None, seq_len, seq_len, device=positions_BS.device)
+        return create_block_mask(sees, batch, None, keys if at_S is None else len(at_S), keys, device=device)
 
     def __call__(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: BlockMask, sinks_H: Tensor | None = None

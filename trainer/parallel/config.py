@@ -239,9 +239,10 @@ def _check_layers(num_blocks: int, parallel: ParallelConfig, stages: int) -> Non
 
 
 def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
-    if parallel.attention == "flex" and mesh.degree("cp") > 1:
+    if parallel.attention == "flex" and mesh.degree("cp") > 1 and parallel.cp_method == "ring":
         raise ConfigError(
-            f"attention=flex with cp={mesh.degree('cp')}: context parallelism brings its own attention; use sdpa"
+            f"attention=flex with cp={mesh.degree('cp')}: a ring merges the results of other kernels; set "
+            'mesh.cp_method = "all_gather", or mesh.attention = "sdpa"'
         )
     if parallel.activation_checkpoint == "budget" and not parallel.compile:
         raise ConfigError("activation_checkpoint=budget is decided by the compiler: set compile=true")

@@ -3,7 +3,8 @@
 Load balance: causal attention costs more for later queries, so a sequence is split into 2 x cp chunks and rank r takes chunk r
 and chunk 2 cp - 1 - r: a head and a tail. Two methods:
 
-    all_gather   every rank gathers all keys and values, the gradient is a reduce-scatter; simple, memory grows with S
+    all_gather   every rank gathers all keys and values, the gradient is a reduce-scatter; simple, memory grows with S; with
+                 FlexAttention the blocks that documents or a window hide are skipped
     ring         keys and values circulate while each rank computes on those it has; partial results are merged by their
                  log-sum-exp (Ring Attention, arXiv 2310.01889); backward circulates once more, with the gradients
 
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from titan_ckpt.trainer.model.attention import sdpa, visibility_mask
+from titan_ckpt.trainer.model.attention import FlexAttend, sdpa, visibility_mask
 from titan_ckpt.trainer.model.attention_blocks import (
     QueryKeyBlock,
     add_sinks,
@@ -73,19 +75,59 @@ class AllGatherAttend:
             rows = slice(end - chunk, end)
             theirs, ours = (None, None) if documents_BS is None else (documents_BS[:, :end], documents_BS[:, rows])
             masks.append(visibility_mask(keys_1W[:, rows], keys_1W[:, :end], ours, theirs, self.window))
-        order_W = _all_positions(keys_1W.shape[1], self.degree, positions_BS.device).flatten().argsort()
+        order_W = _key_order(keys_1W.shape[1], self.degree, positions_BS.device)
         return GatherPlan(order_W=order_W, lengths=ends, visible_B1ST=(masks[0], masks[1]))
 
     def __call__(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: GatherPlan, sinks_H: Tensor | None = None
     ) -> Tensor:
-        kv: Tensor = _GatherSequence.apply(torch.cat([k_BTGK, v_BTGK], dim=-1), self.group)  # type: ignore[no-untyped-call]
-        k_BWGK, v_BWGK = kv[:, mask.order_W].chunk(2, dim=-1)
+        k_BWGK, v_BWGK = _gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
         halves = [
             sdpa(q_BSGK, k_BWGK[:, :end], v_BWGK[:, :end], seen, is_causal=False, scale=self.scale, sinks_H=sinks_H)
             for q_BSGK, end, seen in zip(q_BSHK.chunk(2, dim=1), mask.lengths, mask.visible_B1ST, strict=True)
         ]
         return torch.cat(halves, dim=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlexPlan:
+    """The permutation that sorts gathered keys, and the mask of this rank's queries."""
+
+    order_W: Tensor
+    mask: BlockMask
+
+
+class FlexGatherAttend:
+    """Gathers keys and values; FlexAttention over them."""
+
+    def __init__(self, group: dist.ProcessGroup, window: int | None = None, scale: float | None = None) -> None:
+        self.flex = FlexAttend(window, scale)
+        self.group, self.rank, self.degree = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def plan(self, positions_BS: Tensor, documents_BS: Tensor | None) -> FlexPlan:
+        """`positions_BS` are this rank's, `documents_BS` the whole sequence's."""
+        batch, keys, device = len(positions_BS), positions_BS.shape[1] * self.degree, positions_BS.device
+        at_S = head_tail_positions(keys, self.degree, self.rank, device)
+        mask = self.flex.block_mask(batch, keys, documents_BS, device, at_S)
+        return FlexPlan(order_W=_key_order(keys, self.degree, device), mask=mask)
+
+    def __call__(
+        self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: FlexPlan, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        k_BWGK, v_BWGK = _gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
+        return self.flex(q_BSHK, k_BWGK, v_BWGK, mask.mask, sinks_H)
+
+
+def _key_order(seq_len: int, degree: int, device: torch.device) -> Tensor:
+    """order_W: where each key of the sequence is among those of all ranks, one after another."""
+    return _all_positions(seq_len, degree, device).flatten().argsort()
+
+
+def _gathered(k_BTGK: Tensor, v_BTGK: Tensor, order_W: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence, in order; differentiable."""
+    kv: Tensor = _GatherSequence.apply(torch.cat([k_BTGK, v_BTGK], dim=-1), group)  # type: ignore[no-untyped-call]
+    k_BWGK, v_BWGK = kv[:, order_W].chunk(2, dim=-1)
+    return k_BWGK, v_BWGK
 
 
 class _GatherSequence(torch.autograd.Function):

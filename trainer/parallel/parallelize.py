@@ -23,7 +23,7 @@ from titan_ckpt.trainer.model.loss import TokenLoss
 from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.model.stages import BlockRange, blocks_of, build_stage, here, named_weights, tie
 from titan_ckpt.trainer.parallel.config import ParallelConfig, expert_axes, layer_ranges, stages_of_rank
-from titan_ckpt.trainer.parallel.context import AllGatherAttend, RingAttend
+from titan_ckpt.trainer.parallel.context import AllGatherAttend, FlexGatherAttend, RingAttend
 from titan_ckpt.trainer.parallel.experts import set_balance, set_products, shard_experts
 from titan_ckpt.trainer.parallel.initialize import fill
 from titan_ckpt.trainer.parallel.overlap.compiled import overlap_in_compiled_blocks
@@ -150,7 +150,7 @@ def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: 
     is_flex = parallel.attention == "flex"
     if ranks.cp_group is None and not is_flex:
         return
-    if modules and ranks.cp_group is None and ranks.device.type == "cpu":
+    if modules and is_flex and ranks.device.type == "cpu":
         raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
     kernels: dict[tuple[int | None, float | None], Attend] = {}
     for module in modules:
@@ -165,6 +165,8 @@ def _kernel(window: int | None, scale: float | None, parallel: ParallelConfig, r
         return FlexAttend(window, scale)
     if parallel.cp_method == "ring":
         return RingAttend(ranks.cp_group, window, scale, is_eager=parallel.compile)
+    if parallel.attention == "flex":
+        return FlexGatherAttend(ranks.cp_group, window, scale)
     return AllGatherAttend(ranks.cp_group, window, scale)
 
 
