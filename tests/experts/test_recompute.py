@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,6 +39,25 @@ def calls_and_losses(rank: int, run: CurveCase) -> tuple[int, list[float]]:
     return calls, losses
 
 
+def compiled_calls_and_losses(rank: int, run: CurveCase) -> tuple[int, list[float]]:
+    """How often the compiled blocks of this rank ran, in forward and recomputation, and the losses."""
+    calls, compile_really = 0, torch.compile
+
+    def compile_counted(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        compiled = compile_really(forward)
+
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal calls
+            calls += torch.is_grad_enabled()
+            return compiled(*args, **kwargs)
+
+        return counted
+
+    with mock.patch.object(torch, "compile", compile_counted):
+        losses = train(rank, run).losses
+    return calls, losses
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
     with RankPool(2) as pool:
@@ -48,8 +68,19 @@ def ranks() -> Iterator[RankPool]:
 @pytest.mark.parametrize("model", [SMALL, DEEPSEEK], ids=["dense", "mixture"])
 def test_a_split_backward_recomputes_a_block_once(ranks: RankPool, model: ModelConfig) -> None:
     run = CurveCase(model=replace(model, n_layers=BLOCKS), parallel=ZBV, steps=STEPS)
+    check_recomputed_once(ranks, calls_and_losses, run)
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore")
+def test_a_split_backward_recomputes_a_compiled_block_once(ranks: RankPool) -> None:
+    run = CurveCase(model=replace(SMALL, n_layers=BLOCKS), parallel=replace(ZBV, compile=True), steps=STEPS)
+    check_recomputed_once(ranks, compiled_calls_and_losses, run)
+
+
+def check_recomputed_once(ranks: RankPool, function: Callable[..., Any], run: CurveCase) -> None:
     expected = single(replace(run, parallel=mesh()))
-    for calls, losses in ranks.run(calls_and_losses, run):
+    for calls, losses in ranks.run(function, run):
         forwards = (STEPS + 1) * 4 * BLOCKS // 2  # one more step for the last loss; microbatches; blocks of a rank
         assert forwards < calls <= 2 * forwards
         assert relative_error(losses, expected.losses) <= 1e-5

@@ -29,7 +29,7 @@ from titan_ckpt.trainer.parallel.initialize import fill
 from titan_ckpt.trainer.parallel.overlap.compiled import overlap_in_compiled_blocks
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
 from titan_ckpt.trainer.parallel.precision import apply_float8, expert_products, mixed_precision
-from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile
+from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile, splits_backward
 from titan_ckpt.trainer.parallel.stage_forward import compute_loss_in
 from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel, compute_on_shards
 from titan_ckpt.trainer.seams.boundary import calling
@@ -127,11 +127,13 @@ def parallelize(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: Ra
     partial -= shard_experts(part, plan, ranks, etp=parallel.etp)
     if tp_mesh is not None or ranks.expert_mesh is not None:
         compute_on_shards(part, but=(*plan.blocks, *plan.units) if parallel.compile else (), yet=eager)
-    if parallel.compile and eager:  # recomputation goes around: what a compiled block leaves out cannot be inside one
+    # Neither modules that are left out nor a recomputation that two passes share can be inside what is compiled.
+    is_first = bool(eager) or splits_backward(parallel)
+    if parallel.compile and is_first:
         apply_compile(blocks, eager=eager)
     order = (*plan.blocks, *plan.units)
     apply_activation_checkpointing({order.index(fqn): block for fqn, block in blocks.items()}, parallel)
-    if parallel.compile and not eager:
+    if parallel.compile and not is_first:
         apply_compile(blocks)
     if needs_fsdp(parallel, ranks.spec):
         apply_fsdp(part, plan, parallel, ranks)

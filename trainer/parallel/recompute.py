@@ -45,6 +45,11 @@ _LABELS = frozenset(
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ONEDNN_PRODUCTS})
 
 
+def splits_backward(parallel: ParallelConfig) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights in passes of their own."""
+    return parallel.pp > 1 and parallel.pp_schedule in SPLIT_BACKWARD
+
+
 def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: ParallelConfig) -> None:
     """Drop activations in forward and recompute them in backward, according to the mode. `blocks` by their index in the model.
 
@@ -52,7 +57,7 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
     budget: the compiler decides what to keep within `activation_memory_budget` (1.0 keeps everything).
     """
     SAC_IGNORED_OPS.update(_LABELS)
-    can_keep = parallel.pp == 1 or parallel.pp_schedule not in SPLIT_BACKWARD  # selecting allows one backward pass
+    can_keep = not splits_backward(parallel)  # selecting allows one backward pass
     match parallel.activation_checkpoint:
         case "none":
             return
@@ -61,10 +66,10 @@ def apply_activation_checkpointing(blocks: Mapping[int, nn.Module], parallel: Pa
         case "every_n":
             for index, block in blocks.items():
                 if index % parallel.checkpoint_every_n == 0:
-                    _recompute_whole(block, can_keep=can_keep, is_compiled=parallel.compile)
+                    _recompute_whole(block, can_keep=can_keep)
         case "full":
             for block in blocks.values():
-                _recompute_whole(block, can_keep=can_keep, is_compiled=parallel.compile)
+                _recompute_whole(block, can_keep=can_keep)
         case "selective":
             for block in blocks.values():
                 _recompute(block, context_fn=_selective_contexts)
@@ -85,11 +90,11 @@ def apply_compile(blocks: Mapping[str, nn.Module], *, eager: tuple[str, ...] = (
         block.forward = on_local_weights(block, compiled, below=below)
 
 
-def _recompute_whole(block: nn.Module, *, can_keep: bool, is_compiled: bool) -> None:
+def _recompute_whole(block: nn.Module, *, can_keep: bool) -> None:
     """Keep nothing but the choices of routers."""
-    if not can_keep and (not is_compiled or routers_of(block)):  # torch's compiler knows its own `checkpoint` alone
+    if not can_keep:
         block.forward = functools.partial(_recomputed_once, block.forward)
-    elif can_keep and routers_of(block):
+    elif routers_of(block):
         _recompute(block, context_fn=lambda: create_selective_checkpoint_contexts(_CHOICES))  # type: ignore[no-untyped-call]
     else:
         _recompute(block)
