@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from titan_ckpt.trainer.parallel.config import ParallelConfig
+from titan_ckpt.trainer.parallel.config import SPLIT_BACKWARD, ParallelConfig, PipelineSchedule
 from tools.rank_pool import RankPool
-from tools.training.resume_matrix import STEPS_AFTER, STEPS_BEFORE, resume_both_ways, train_sources
+from tools.training.resume_matrix import (
+    STEPS_AFTER,
+    STEPS_BEFORE,
+    losses_without_stop,
+    resume,
+    resume_both_ways,
+    train_and_save,
+    train_sources,
+)
 
 pytestmark = pytest.mark.dist
 MESHES = {
@@ -55,3 +63,13 @@ def test_a_resharded_checkpoint_resumes_as_an_online_load(
     assert offline == online
     assert all((len(r.losses), r.losses, r.start.step) == (STEPS_AFTER, online[0].losses, STEPS_BEFORE) for r in online)
     assert online[0].losses[-1] < online[0].losses[0]
+
+
+@pytest.mark.parametrize("schedule", SPLIT_BACKWARD)
+def test_a_split_backward_resumes_as_if_it_had_not_stopped(
+    pool: RankPool, tmp_path: Path, schedule: PipelineSchedule
+) -> None:
+    parallel = ParallelConfig(pp=2, dp_shard=2, pp_schedule=schedule)
+    expected = pool.run(losses_without_stop, parallel, True)
+    pool.run(train_and_save, parallel, str(tmp_path), True)
+    assert [resumed.losses for resumed in pool.run(resume, parallel, str(tmp_path), True)] == expected

@@ -100,14 +100,25 @@ def _job(parallel: ParallelConfig, *, is_mixture: bool) -> _Job:
     """The model on this mesh, built once per process."""
     key = parallel, is_mixture
     if key not in _jobs:
-        mesh, spec = mesh_spec(parallel, torch.distributed.get_world_size()), SPECS[is_mixture]
-        balance = BalanceConfig(bias_rate=0.01, balance_loss=0.01)
-        parallelized = build_parallel_model(
-            spec, parallel, mesh, device=torch.device("cpu"), seed=SEED, balance=balance if is_mixture else None
-        )
-        optimizer, control = build_optimizer(parallelized, OPTIMIZER), ControlGroup(timeout_s=60)
-        _jobs[key] = _Job(spec=spec, parallelized=parallelized, optimizer=optimizer, control=control)
+        _jobs[key] = _new_job(parallel, is_mixture=is_mixture)
     return _jobs[key]
+
+
+def _new_job(parallel: ParallelConfig, *, is_mixture: bool) -> _Job:
+    mesh, spec = mesh_spec(parallel, torch.distributed.get_world_size()), SPECS[is_mixture]
+    balance = BalanceConfig(bias_rate=0.01, balance_loss=0.01)
+    parallelized = build_parallel_model(
+        spec, parallel, mesh, device=torch.device("cpu"), seed=SEED, balance=balance if is_mixture else None
+    )
+    optimizer, control = build_optimizer(parallelized, OPTIMIZER), ControlGroup(timeout_s=60)
+    return _Job(spec=spec, parallelized=parallelized, optimizer=optimizer, control=control)
+
+
+def losses_without_stop(_rank: int, parallel: ParallelConfig, is_mixture: bool = False) -> list[float]:
+    """Those of the steps after `STEPS_BEFORE`, with no save and no load before them."""
+    job = _new_job(parallel, is_mixture=is_mixture)
+    _, progress = job.steps(TrainingProgress(), STEPS_BEFORE)
+    return job.steps(progress, STEPS_AFTER)[0]
 
 
 def train_and_save(_rank: int, parallel: ParallelConfig, url: str, is_mixture: bool = False) -> None:
