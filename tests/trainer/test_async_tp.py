@@ -31,7 +31,7 @@ from titan_ckpt.trainer.parallel.overlap.around import gather_products, products
 from titan_ckpt.trainer.parallel.overlap.regions import RingRegion
 from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel
 from tools.rank_pool import RankPool
-from tools.training.curves import EVERYTHING, SMALL, CurveCase, relative_error, single, train
+from tools.training.curves import DEEPSEEK, EVERYTHING, SMALL, CurveCase, relative_error, single, train
 from tools.training.mesh_cases import mesh
 
 BAR = 1e-6  # of the largest value, float32
@@ -119,6 +119,7 @@ CASES = {
     "recomputed": CurveCase(parallel=mesh(tp=2, async_tp=True, activation_checkpoint="full")),
     "selective": CurveCase(parallel=mesh(tp=2, async_tp=True, activation_checkpoint="selective")),
     "biases, windows, documents": CurveCase(model=EVERYTHING, parallel=mesh(tp=2, async_tp=True), has_documents=True),
+    "latents": CurveCase(model=DEEPSEEK, parallel=mesh(tp=2, async_tp=True)),
 }
 
 
@@ -138,14 +139,15 @@ class _Odd(nn.Module):
 
     def __init__(self, where: str) -> None:
         super().__init__()
-        self.up, self.down, self.where = nn.Linear(8, 8), nn.Linear(8, 8), where
+        self.up, self.down, self.where = nn.Linear(4 if where == "narrow" else 8, 8), nn.Linear(8, 8), where
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(2 * x if self.where == "up" else x).relu())
+        y: Tensor = self.down(self.up({"up": 2 * x, "narrow": x[..., :4]}.get(self.where, x)).relu())
         return 2 * y if self.where == "region" else y
 
 
-REFUSED = {"": "", "up": r"layers\.0\.mlp\.up multiplies another tensor", "region": r"layers\.0\.mlp does not return"}
+ANOTHER = r"layers\.0\.mlp\.up multiplies another tensor"
+REFUSED = {"": "", "up": ANOTHER, "narrow": ANOTHER, "region": r"layers\.0\.mlp does not return"}
 
 
 @pytest.mark.parametrize("where", REFUSED)

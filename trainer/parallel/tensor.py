@@ -113,10 +113,12 @@ def _around_ring(
 ) -> tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]:
     """Compute a region's projections around the ring; what to do with its input and its output, None as without a ring.
 
-    Without one are a side that has no projection, an output that several projections add up to, and one to which an adapter adds.
+    Without one are a side that has no projection, an output that several projections add up to, and one to which an adapter adds;
+    and the input of a region with whole projections, such as those to latents, from which divided ones may take theirs.
     """
     projections = {f"{fqn}.{name}": module for name, module in region.named_modules() if isinstance(module, nn.Linear)}
-    columns = {name: module for name, module in projections.items() if isinstance(plan.rules.get(name), Colwise)}
+    is_direct = not any(isinstance(plan.rules.get(name), Shared) for name in projections)
+    columns = {name: m for name, m in projections.items() if is_direct and isinstance(plan.rules.get(name), Colwise)}
     rows = [module for name, module in projections.items() if isinstance(plan.rules.get(name), Rowwise)]
     ring = RingRegion(fqn, group, columns)
     is_summed = len(rows) == 1 and not rows[0]._forward_hooks

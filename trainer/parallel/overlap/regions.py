@@ -30,7 +30,11 @@ class RingRegion:
 
     def enter(self, x: Tensor) -> Tensor:
         """All tokens of the region's input; the products of its column-wise projections are computed on the way."""
-        self._input, products = gather_products(x, [_local(column) for column in self._columns.values()], self._group)
+        of_all = {name: _local(column) for name, column in self._columns.items()}
+        for name, (weight, _) in of_all.items():
+            if weight.shape[1] != x.shape[-1]:
+                raise self._takes_another(name)
+        self._input, products = gather_products(x, [*of_all.values()], self._group)
         self._products = dict(zip(self._columns, products, strict=True))
         return self._input
 
@@ -50,11 +54,14 @@ class RingRegion:
 
     def _product(self, name: str, x: Tensor) -> Tensor:
         if x is not self._input:
-            raise ConfigError(
-                f"async_tp: {name} multiplies another tensor than the input of its region {self._fqn}, so the product cannot "
-                "overlap with the gather: set mesh.async_tp = false"
-            )
+            raise self._takes_another(name)
         return self._products[name]
+
+    def _takes_another(self, name: str) -> ConfigError:
+        return ConfigError(
+            f"async_tp: {name} multiplies another tensor than the input of its region {self._fqn}, so the product cannot "
+            "overlap with the gather: set mesh.async_tp = false"
+        )
 
     def _summed(self, row: Any, h: Tensor) -> Tensor:
         self._output = products_scatter(h, row.weight, row.bias, self._group)
