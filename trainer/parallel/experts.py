@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.device_mesh import RankMesh
 from titan_ckpt.trainer.model.by_expert import Products, grouped_product
-from titan_ckpt.trainer.model.experts import BalanceConfig, Beside, Compute, Exchange, inverse, permuted
+from titan_ckpt.trainer.model.experts import BalanceConfig, Beside, Compute, Exchange, Experts, inverse, permuted
 from titan_ckpt.trainer.model.plan import Plan, routers_of
 from titan_ckpt.trainer.model.stages import here
 from titan_ckpt.trainer.parallel.config import divided_weights
@@ -47,7 +47,7 @@ def shard_experts(part: nn.Module, plan: Plan, ranks: RankMesh, *, etp: int) -> 
     for fqn, module in here(part, plan.experts) if exchange is not None else ():
         divided = divided_weights(fqn, module) if etp > 1 else {}
         module.__dict__["exchange"] = exchange
-        if etp > 1 and hasattr(module, "pair"):
+        if etp > 1 and isinstance(module, Experts):
             _pair(module, ranks.group("tp"))
         for path, weight in list(module.named_parameters()):
             owner, name = module.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
@@ -72,11 +72,10 @@ def _shard(weight: Tensor, ranks: RankMesh, dim: int | None) -> nn.Parameter:
     return nn.Parameter(DTensor.from_local(mine.contiguous(), mesh[tuple(cuts)], placements, run_check=False))
 
 
-def _pair(experts: nn.Module, group: dist.ProcessGroup) -> None:
+def _pair(experts: Experts, group: dist.ProcessGroup) -> None:
     """Let gate and up of the same features meet, those of all experts in one exchange."""
-    products: Products = experts.__dict__["products"]
-    experts.__dict__["pair"] = partial(paired, group=group)
-    experts.__dict__["products"] = replace(products, multiply=products.multiply or grouped_product)
+    experts.pair = partial(paired, group=group)
+    experts.products = replace(experts.products, multiply=experts.products.multiply or grouped_product)
 
 
 def set_products(part: nn.Module, plan: Plan, products: Products) -> None:
