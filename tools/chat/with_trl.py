@@ -188,8 +188,18 @@ KINDS: dict[str, Callable[[Shape], Counted]] = {
 
 
 def _rows(shape: Shape, file: ChatFile) -> list[Piece]:
+    """Of every conversation; of one that the trainer leaves out, nothing is learned."""
     source = ChatSource(file, seq_len=WHOLE, too_long="stop", is_packed=False, padding=shape.ours.separator)
-    return [_piece(source.sample(number), int(file.lengths[kept])) for number, kept in enumerate(source.fit.kept)]
+    places = {int(kept): number for number, kept in enumerate(source.fit.kept)}
+    lengths = file.lengths.tolist()
+    return [
+        _piece(source.sample(places[number]), length) if number in places else _unlearned(file.read(number)[0].tolist())
+        for number, length in enumerate(lengths)
+    ]
+
+
+def _unlearned(ids: list[int]) -> Piece:
+    return tuple(ids), (trl_rows.IGNORED,) * len(ids), tuple(range(len(ids)))
 
 
 def _piece(fields: Any, length: int) -> Piece:

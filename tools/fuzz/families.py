@@ -10,7 +10,7 @@ from tools.fuzz.family import Family
 _PLACES = {
     "checkpoints": ("manifest", "commit", "metadata", "blob", "settings"),
     "evidence": ("dump", "dump_json", "box", "sidecar", "log", "packed", "incident"),
-    "models": ("safetensors", "torch_file", "value", "hugging_face", "tokenizer"),
+    "models": ("safetensors", "torch_file", "value", "hugging_face", "tokenizer", "chat"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Families of models that others wrote: safetensors headers, files and values of `torch.save`, Hugging Face JSON, tokenizers."""
+"""Families of models that others wrote: safetensors headers, files of `torch.save`, Hugging Face JSON, tokenizers, chat data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import io
 import json
 import random
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,11 +23,16 @@ from titan_ckpt.converters.hf.safetensors_header import LENGTH_BYTES, encode_hea
 from titan_ckpt.converters.models.families import FAMILIES as MODELS
 from titan_ckpt.converters.models.families import expected_tensors
 from titan_ckpt.converters.torch_file import _read as read_torch_file
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import DataError, TitanError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.parsing.values import decode_value
 from titan_ckpt.sharding.placement import Box
+from titan_ckpt.trainer.data.chat_template import ChatTemplate
+from titan_ckpt.trainer.data.chat_tokens import ChatRules, _encode, _Seen
+from titan_ckpt.trainer.data.corpus import DocumentReader, File
 from titan_ckpt.trainer.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tools.chat.conversations import with_tools
+from tools.chat.templates import CHATML, QWEN, without_generation
 from tools.fuzz.checkpoints import mutate_archive
 from tools.fuzz.family import Family
 from tools.fuzz.memory_store import MemoryStore
@@ -189,6 +197,40 @@ def _read_tokenizer(data: bytes) -> None:
     tokenizer.decode([0, 1])
 
 
+_DAY = date(2024, 7, 26)
+_TEMPLATES = [ChatTemplate(source, {}, where="t", today=_DAY) for source in (QWEN, without_generation(CHATML), CHATML)]
+
+
+def _chat_lines() -> list[bytes]:
+    draw = random.Random(1)
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+    other = {"role": "assistant", "content": [{"type": "text", "text": "no"}], "weight": 1, "reasoning": "so"}
+    records: list[Any] = [
+        min((with_tools(draw) for _ in range(20)), key=lambda made: len(str(made))),
+        {"messages": [user, {**answer, "tool_calls": []}]},
+        {"messages": [user, {**answer, "weight": 0}, user, answer], "system": "s"},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo", "train": 1}]},
+        {"prompt": "hi", "completion": "yo"}, {"prompt": [user], "completion": [answer], "tools": "[]", "label": True},
+        {"prompt": [user], "chosen": [answer], "rejected": [other], "chat_template_kwargs": {"a": 1}},
+        {"prompt": "hi", "chosen": [user, answer], "rejected": [user, other]}, {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ]  # fmt: skip
+    return [json.dumps(record).encode() for record in records]
+
+
+def _read_chat(data: bytes) -> None:
+    file = File(store=MemoryStore({"a.jsonl": data}), path="a.jsonl", size_bytes=len(data), version="")
+    for number, template in enumerate(_TEMPLATES):
+        rules = ChatRules(
+            kind="pairs" if number == 2 else "chat",
+            plain=template,
+            with_tools=template,
+            last_only=False,
+            today=str(_DAY),
+        )
+        with suppress(DataError):
+            deque(_encode([file], ByteTokenizer(), rules, DocumentReader(bad_line="stop"), _Seen()), maxlen=0)
+
+
 FAMILIES: dict[str, Family] = {
     found.name: found
     for found in (
@@ -203,5 +245,6 @@ FAMILIES: dict[str, Family] = {
         Family(name="value", seeds=_values, mutate=mutate_torch, read=_read_value, bound=lambda n: (64 << 20) + 64 * n),
         Family(name="hugging_face", seeds=_models, mutate=mutate_json, read=_read_model),
         Family(name="tokenizer", seeds=_tokenizers, mutate=mutate_json, read=_read_tokenizer),
+        Family(name="chat", seeds=_chat_lines, mutate=mutate_json, read=_read_chat),
     )
 }

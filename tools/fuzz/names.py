@@ -19,6 +19,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "value": (_PARSING,),
     "hugging_face": ("titan_ckpt.converters.", _PARSING),
     "tokenizer": ("titan_ckpt.converters.", "titan_ckpt.trainer.data.tokenizer", _PARSING),
+    "chat": ("titan_ckpt.trainer.data.", _PARSING),
     "settings": (
         "titan_ckpt.sharding.", "titan_ckpt.resharding.placement_rules", "titan_ckpt.location", "titan_ckpt.tui.data.metrics",
     ),
