@@ -54,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.usage = "titan-ckpt debug PATH [OPTIONS] | collect ... | inject CASE ... | watch URL ..."
     parser.add_argument(
-        "path", metavar="PATH", help="a run's URL, an incident folder, a folder of dumps or of logs, or one dump"
+        "path",
+        metavar="PATH",
+        help="a run's URL, an incident folder, a folder or archive of dumps or logs, or one dump",
     )
     _add_options(parser)
     rest = parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -74,7 +74,6 @@ class RunEvidence:
     started_s: float | None = None  # when the first recorder started, by the clock of logs (local time)
     boxes: BoxReader = field(init=False)
     texts: list[JobText] = field(default_factory=list)
-    archives: list[str] = field(default_factory=list)
     job_log: RankLog | None = None
     hosts: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)

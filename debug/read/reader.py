@@ -13,10 +13,12 @@ from titan_ckpt.debug.incident.operation_table import MOST_OPERATIONS
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
     Dump,
+    Flag,
     Heartbeat,
     RankLog,
     Run,
 )
+from titan_ckpt.debug.read.archives.unpack import is_archive, to_unpack, unpacked_archives
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence, assemble
 from titan_ckpt.debug.read.attempts import keep_newest_attempt
 from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
@@ -72,20 +74,48 @@ def open_run(
     """Read the newest incident at `url`: a run, an incident folder, a bare folder of dumps or logs, or one dump file.
 
     `Run.incidents` names the incidents where there are several, oldest first; `incident` chooses one of them.
-    NotFoundError if nothing is there, TitanError if nothing there is evidence.
+    Archives there are read as if they were unpacked. NotFoundError if nothing is there, TitanError if nothing there is evidence.
     """
     with using(storage_options, url if store is None else store):
         store, only = _open(url, store)
+    place, found, packed = _look(store, only, incident)
+    if not packed:
+        return _read_run(RunEvidence(store=store), place, found)
+    flags: list[Flag] = []
+    with unpacked_archives(store, packed, flags, is_only=only is not None) as inside:
+        place, found = _evidence(inside, None, incident)
+        loose = [file for file in found if not is_archive(file.path)]
+        return _read_run(RunEvidence(store=inside, flags=flags), place, loose)
+
+
+def _look(
+    store: Store, only: str | None, incident: str | None
+) -> tuple[IncidentFolders, list[EvidenceFile], list[EvidenceFile]]:
+    """Where to look, the files there, and the archives, which may hold further incidents."""
+    try:
+        place, found = _evidence(store, only, incident)
+    except NotFoundError:
+        packed = to_unpack(evidence_files(store, _ONE)) if incident is not None else []
+        if not packed:
+            raise
+        return _ONE, [], packed
+    is_one_of_several = place.incidents and not place.folders[0].startswith("debug/")
+    return place, found, to_unpack(evidence_files(store, _ONE) if is_one_of_several else found)
+
+
+def _evidence(store: Store, only: str | None, incident: str | None) -> tuple[IncidentFolders, list[EvidenceFile]]:
+    """Where to look, and the files there: of the incident that is asked for, or else of the newest."""
     place = _ONE if only is not None else find_incident_folders(store, incident)
-    evidence = RunEvidence(store=store)
+    return place, [file for file in evidence_files(store, place) if only is None or file.path == only]
+
+
+def _read_run(evidence: RunEvidence, place: IncidentFolders, found: Sequence[EvidenceFile]) -> Run:
     with no_gc():
-        found = [file for file in evidence_files(store, place) if only is None or file.path == only]
         keep = _operations_per_box(found)
         tails = [file for file in found if keep and file.path.endswith(".box")]
         together = MOST_OPERATIONS // max(keep, 1)
         for start in range(0, len(tails), together):
             _read_tails(evidence, tails[start : start + together], keep)
-        evidence.archives = [file.path for file in found if file.path.endswith(ARCHIVES)]
         rest = (file for file in found if not (keep and file.path.endswith(".box")))
         _read_all(evidence, sorted(rest, key=_reading_order))
         if not evidence.num_evidence:
@@ -94,11 +124,10 @@ def open_run(
         keep_newest_attempt(evidence)
         finish_texts(evidence)
         if evidence.num_evidence == 0:
-            raise _nothing(store, evidence, place.folders if only is None else (f"the file {only}",))
+            raise _nothing(evidence, place.folders)
         return assemble(evidence, place.incident, place.incidents)
 
 
-ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.zst", ".zip")
 _ONE = IncidentFolders(incident="", folders=("",), incidents=())
 
 
@@ -115,15 +144,13 @@ def _open(url: StrPath, store: Store | None) -> tuple[Store, str | None]:
     return store, None
 
 
-def _nothing(store: Store, evidence: RunEvidence, folders: tuple[str, ...]) -> TitanError:
+def _nothing(evidence: RunEvidence, folders: tuple[str, ...]) -> TitanError:
+    store = evidence.store
     if evidence.flags:
-        first = evidence.flags[0]
-        return TitanError(
-            f"{store}: nothing readable: {len(evidence.flags)} damaged files, first: {first.source}: {first.text}"
-        )
+        first, count = evidence.flags[0], len(evidence.flags)
+        files = "1 damaged file" if count == 1 else f"{count} damaged files, first"
+        return TitanError(f"{store}: nothing readable: {files}: {first.source}: {first.text}")
     where = ", ".join(folder or "the folder itself" for folder in folders) or "no debug/ or logs/ folder"
-    if evidence.archives:
-        return NotFoundError(f"{store}: nothing but the archive {evidence.archives[0]}: unpack it, and give its folder")
     return NotFoundError(
         f"{store}: no dump, stack, black box or log found ({where}). Give a run's URL, a folder of Flight Recorder dumps "
         "(TORCH_NCCL_DEBUG_INFO_TEMP_FILE names it), or a folder of logs"

@@ -25,13 +25,17 @@ _FED_BYTES = (
 )  # what follows a member's end is copied: many tiny members must not copy the rest of the file each
 
 
+class UnpacksTooLargeError(DamagedError):
+    """What was unpacked is larger than a genuine file of that size would be, or than the caller takes."""
+
+
 def unpacked(
     path: str, parts: Iterable[bytes], *, packed_bytes: int, most_bytes: int, where: str = ""
 ) -> Iterator[bytes]:
     """The content of `path`, which ends in .gz or .zst (any other name: the parts unchanged), in pieces.
 
-    `parts` are its `packed_bytes` in order. A truncated file gives what can be read. DamagedError if that is nothing, or past the
-    limits.
+    `parts` are its `packed_bytes` in order. A truncated file gives what can be read. DamagedError if that is nothing,
+    UnpacksTooLargeError past the limits.
     """
     where = where or path
     most = min(most_bytes, UNPACKED_FREE + MAX_RATIO * packed_bytes) if path.endswith(PACKED) else most_bytes
@@ -46,7 +50,7 @@ def unpacked(
         for piece in source:
             total += len(piece)
             if total > most:
-                raise DamagedError(
+                raise UnpacksTooLargeError(
                     f"{where}: unpacks from {packed_bytes} bytes to more than {most}; unpack it by hand if it is genuine"
                 )
             yield piece

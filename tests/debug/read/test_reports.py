@@ -16,7 +16,6 @@ from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.frames import main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import LogEvent, Run
-from titan_ckpt.errors import NotFoundError
 
 
 def read(folder: Path, files: Mapping[str, str]) -> Run:
@@ -365,9 +364,3 @@ def test_export_of_entries_is_read_under_any_name(tmp_path: Path) -> None:
     ]
     (tmp_path / "fit.log").write_text(json.dumps(entries))
     assert first_verdict(tmp_path).culprits == (1,)
-
-
-def test_archive_alone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "dumps.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(NotFoundError, match=r"archive dumps\.tar\.gz: unpack it"):
-        open_run(tmp_path)
