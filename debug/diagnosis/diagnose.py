@@ -16,6 +16,7 @@ from titan_ckpt.debug.diagnosis.awaited_rank import (
     without_end,
 )
 from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
@@ -75,7 +76,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     states = situations(run)
     found_lanes = lanes(run)
     edges = wait_edges(run, found_lanes, states)
-    found = [*_faults(run, found_lanes, edges, states)]
+    found = [*at_the_start(run)] or [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]
     elif found_lanes and not went_on(run) and all(verdict.is_undecided for verdict in found):

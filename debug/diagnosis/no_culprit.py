@@ -9,6 +9,7 @@ from itertools import islice
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
+from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
 from titan_ckpt.debug.diagnosis.rank_death import (
@@ -23,7 +24,7 @@ from titan_ckpt.debug.diagnosis.rank_death import (
 from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import STALL, EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import (
@@ -212,7 +213,9 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     own = tuple(rank for rank, event in errors.items() if not event.kind.is_communication)
     few = next((some for some in (own, _elsewhere(run, states)) if 0 < 2 * len(some) < len(run.ranks)), ())
     chain = tuple(dict.fromkeys((edge.waiter, edge.awaited) for edge in edges if edge.awaited in unseen))
-    counts = f"{len(waiting)} ranks wait, {len(unseen)} left nothing, {len(failed)} ended with an error"
+    waits = f"{num_ranks(len(waiting))} wait{'s' * (len(waiting) < 2)}"
+    counts = f"{waits}, {len(unseen)} left nothing, {len(failed)} ended with an error"
+    counts = counts if run.ranks else "no line shows which rank wrote it"
     return Verdict(
         verdict=VerdictKind.INSUFFICIENT_DATA,
         victims=tuple(sorted(waiting)),
@@ -341,6 +344,8 @@ def _has_ended(run: Run) -> bool:
 
 
 def _headline(run: Run, unseen: Sequence[int], has_waiters: bool) -> str:
+    if (refused := refusal(run)) is not None:
+        return f"no rank was started: the command line was refused: {refused.text[:160]}"
     if unseen and not has_waiters and len(unseen) < len(run.ranks):
         return (
             f"nothing was collected of {rank_list(unseen)}, and what the other ranks left does not show who is at fault"

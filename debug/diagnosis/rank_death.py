@@ -8,7 +8,7 @@ import signal
 from titan_ckpt.debug.incident.busy_with import last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
-from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind, RankState, Subtype
+from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 from titan_ckpt.debug.incident.waits import pending, waited_at_the_end
 
@@ -64,7 +64,7 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     if not _is_own(event):
         return False
     if "alone" in event.values and not _ended_itself(record):
-        return True
+        return event.values["type"] != USAGE_ERROR or _wrote_on(record, event)  # which ends a program at once
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it

@@ -35,6 +35,7 @@ class Basis(Enum):
     # ranks that died, froze or are stuck
     PROCESS_STOPPED = 0.97, (V.RANK_FROZEN,), "the kernel's state of the process is `T` (stopped)"
     OWN_EXCEPTION = 0.95, (V.RANK_DIED,), "its log holds an exception of its own"
+    COMMAND_LINE = 0.85, (V.RANK_DIED,), "the program refused the command line that all ranks share"
     KILLED = 0.95, (V.RANK_DIED,), "its exit code is a signal"
     REPORTED = (
         0.85,

@@ -62,6 +62,11 @@ def rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {text}"
 
 
+def num_ranks(count: int) -> str:
+    """`4 ranks`, `1 rank`, `no rank`."""
+    return f"{count:,} rank{'s' * (count > 1)}" if count else "no rank"
+
+
 def flags(run: Run) -> Iterator[Flag]:
     """PG_CONFIG_CONFLICT, DUMP_SKEW and CLOCK_SKEW."""
     for conflict in conflicts(run):

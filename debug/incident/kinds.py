@@ -124,6 +124,8 @@ class DumpKind(StrEnum):
 
 REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")  # how a process answers a launcher that ends it
 
+USAGE_ERROR = "UsageError"  # the type that is given to a program's refusal of its command line, which is no exception
+
 
 class EventKind(StrEnum):
     """What a line of a log means."""

@@ -16,11 +16,11 @@ from titan_ckpt.debug.incident.contradictions import is_last_word, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
 from titan_ckpt.debug.read.text.endings import Ending, Note
-from titan_ckpt.debug.read.text.host_lists import expanded
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
+from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
+from titan_ckpt.debug.read.text.schedulers.tasks import tasks_of
 from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
 from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of
-from titan_ckpt.debug.read.text.tasks import tasks_of
 
 UNCAUGHT = 1  # Python's exit code after an uncaught exception
 MOST_NAMED = 65_536  # a larger number in a text is damage

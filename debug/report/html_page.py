@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from titan_ckpt.console.escapes import escape_line, escape_text
-from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.kinds import OperationState
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
@@ -66,7 +66,7 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     kind = "good" if top.is_healthy else "undecided" if top.is_undecided else "fault"
     name = f"{top.verdict} ({top.subtype})" if top.subtype else str(top.verdict)
     yield f'<header class="{kind}"><p class="kind">{_text(name)}</p><h1>{_text(top.headline)}</h1>'
-    facts = [f"confidence {top.confidence:.0%}", f"{run.world_size:,} ranks"]
+    facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]
     facts += [f"step {top.step}"] if top.step is not None else []
     facts += [f"incident {run.incident}"] if run.incident else []
     facts += [moment] if (moment := when(run, now_s)) else []

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from titan_ckpt.console.escapes import escape_line
+from titan_ckpt.debug.incident.contradictions import num_ranks
 from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
@@ -43,7 +44,7 @@ def _text(text: str) -> str:
 
 def _facts(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     yield f"confidence {top.confidence:.0%}"
-    yield f"{run.world_size:,} ranks"
+    yield num_ranks(run.world_size)
     if top.step is not None:
         yield f"step {top.step}"
     if moment := when(run, now_s):

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from titan_ckpt.console.escapes import escape_line
-from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.records import Run, Verdict
 from titan_ckpt.debug.report.facts import commands, fact, page_of, waiting, when, where
 
@@ -48,7 +48,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
 
 
 def _facts(run: Run, top: Verdict) -> list[str]:
-    facts = [f"confidence {top.confidence:.0%}", f"{run.world_size} ranks"]
+    facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]
     if top.suspects and not top.culprits:
         facts.append(f"nobody is accused; suspects: {rank_list(top.suspects)}")
     if top.step is not None:

@@ -14,10 +14,10 @@ from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
-from titan_ckpt.debug.read.text.host_lists import one_host, ranges
-from titan_ckpt.debug.read.text.managers import Managers, Said
-from titan_ckpt.debug.read.text.pods import PodDescription
 from titan_ckpt.debug.read.text.prefixes import Line
+from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
+from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
+from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 
 _WORDS = {
     "Segmentation fault": -11,

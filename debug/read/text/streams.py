@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.frames import is_library, torch_call, user_frame
-from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, EventKind
+from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.debug.read.text.error_kinds import kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
+from titan_ckpt.debug.read.text.refusals import Refusals
 from titan_ckpt.debug.read.text.routine import Routine
 
 TAIL_LINES = 40
@@ -53,8 +54,6 @@ _CRASH = re.compile(
 _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
 _RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
-_USAGE = re.compile(r"[Uu]sage: \S")
-_REFUSED = re.compile(r"(?:\S{1,200}: )?[Ee]rror: (?P<message>.{1,400})$")
 _FIRST_KINDS = (
     EventKind.WATCHDOG,
     EventKind.STORE_WAIT,
@@ -88,7 +87,7 @@ class Stream:
     is_ignored: bool = False  # the interpreter says so of the exception that follows
     crash: list[str] | None = None
     details: int = 0  # lines that may still belong to NCCL's message
-    is_usage: bool = False  # the lines before belong to a program's usage
+    refusals: Refusals = field(default_factory=Refusals)
     routine: Routine = field(default_factory=Routine)
     # Errors that the program logged and perhaps outlived.
     open_errors: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
@@ -130,8 +129,8 @@ class Stream:
         self.step_times.clear()
         self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
         self.previous, self.announced = "", ""
-        self.last_step_line, self.done_line, self.is_usage, self.details = 0, 0, False, 0
-        self.routine, self.bar = Routine(), 0
+        self.last_step_line, self.done_line, self.details = 0, 0, 0
+        self.routine, self.refusals, self.bar = Routine(), Refusals(), 0
         self.open_errors.clear()
 
     def add(self, event: LogEvent) -> None:
@@ -180,8 +179,6 @@ class Stream:
             return
         if self.details and self._take_detail(text):
             return
-        if _USAGE.match(text):
-            self.is_usage = True
         raised = self._raised(text)
         found = _understood(text, raised, self.frames or ()) or self._refused(text)
         if found is None and raised is None and self.frames is None and ("rror" in text or "xcept" in text):
@@ -229,12 +226,9 @@ class Stream:
         return True
 
     def _refused(self, text: str) -> tuple[EventKind, dict[str, str]] | None:
-        """`train.py: error: unrecognized arguments: --lr-decay` below the usage (argparse, click): then the process ends."""
-        if not self.is_usage or text.startswith((" ", "\t", "Try ")) or _USAGE.match(text):
-            return None
-        self.is_usage = False
-        match = _REFUSED.match(text)
-        return (EventKind.EXCEPTION, {"type": "UsageError", "message": match["message"]}) if match else None
+        """The program, or one that it called, refuses its command line."""
+        said = self.refusals.take(text) if self.frames is None else None
+        return None if said is None else (EventKind.EXCEPTION, {"type": USAGE_ERROR, "message": said, "alone": "1"})
 
     def _raised(self, text: str) -> re.Match[str] | None:
         """The last line of a traceback: the exception's type and message."""

@@ -1,0 +1,1 @@
+"""What schedulers and cluster managers write of jobs and hosts."""
