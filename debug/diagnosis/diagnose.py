@@ -19,6 +19,7 @@ from titan_ckpt.debug.diagnosis.deadlock import deadlock
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
+from titan_ckpt.debug.diagnosis.from_logs.earliest import in_order
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
@@ -84,7 +85,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)] or [*_left_behind(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
-    ranked = [_with_suspects(verdict) for verdict in _ranked(_checked(run, _merged(run, found)))]
+    ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, _merged(run, found))))]
     pace = pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]

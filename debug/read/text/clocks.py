@@ -15,7 +15,7 @@ _MONTHS = {
 WORDS = frozenset((*_MONTHS, "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"))
 _CLOCK = r"(?P<clock>\d\d:\d\d:\d\d(?:[.,]\d{1,9})?)"
 _MONTH = rf"(?P<word>{'|'.join(_MONTHS)})"
-_ZONE = r"(?:Z\b|[+-]\d\d:?\d\d\b| ?UTC\b)?"
+_ZONE = r"(?P<zone>Z\b|[+-]\d\d:?\d\d\b| ?UTC\b)?"
 
 # What may stand before a text, most usual first; an opening bracket is optional and closed again.
 _STYLES = (
@@ -45,6 +45,19 @@ def seconds(match: re.Match[str], year: int) -> float | None:
     if begin is None or hour > 23 or minute > 59 or second > 60:
         return None
     return begin + 3600 * hour + 60 * minute + second + (float(f"0.{clock[9:]}") if len(clock) > 9 else 0.0)
+
+
+def zone_of(match: re.Match[str]) -> str:
+    """The time zone that a match of a pattern above gives, as seconds east of Greenwich; "" where it gives none.
+
+    >>> zone_of(LEADING[0].match("2026-11-25T10:00:00+09:00 step 1"))
+    '32400'
+    """
+    zone = (match["zone"] or "").strip() if "zone" in match.re.groupindex else ""
+    if zone[:1] not in ("+", "-"):
+        return "0" if zone else ""
+    east = 3600 * int(zone[1:3]) + 60 * int(zone[-2:])
+    return str(east if zone[0] == "+" else -east)
 
 
 @lru_cache(maxsize=1024)

@@ -39,6 +39,7 @@ class Line:
     host: str = ""
     pid: int | None = None
     time_s: float | None = None
+    zone: str = ""  # of that time, as `clocks.zone_of` gives it
     is_nccl: bool = False  # NCCL wrote it: `pid` is the rank's own process
 
 
@@ -224,6 +225,7 @@ def _time(head: str, found: Line, year: int) -> int:
     for pattern in clocks.LEADING:
         if match := pattern.match(head):
             found.time_s = clocks.seconds(match, year) or found.time_s
+            found.zone = clocks.zone_of(match) or found.zone
             return match.end()
     return 0
 

@@ -74,6 +74,9 @@ class Stream:
     last: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
     tail: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
     time_s: float | None = None
+    zone: str = ""  # of that time
+    time_line: int = 0  # the last line that gave a time
+    begin: int = 0  # the line at which a traceback began
     last_step: int | None = None
     last_step_line: int = 0
     done_line: int = 0
@@ -108,7 +111,7 @@ class Stream:
         elif text.startswith("Exception ignored in"):
             self.is_ignored = True
         elif _TRACEBACK in text:
-            self.frames = []
+            self.frames, self.begin = [], number
             if not self.chained:
                 self.announced = re.sub(r"\d+", "#", self.previous[:200]) if _RECORD.search(self.previous[:200]) else ""
         elif self.frames is not None and (frame := _frame(text)):
@@ -150,7 +153,7 @@ class Stream:
         if time_s is None and ":" in line.text[:200] and (match := clocks.ANYWHERE.search(line.text[:400])):
             time_s = clocks.seconds(match, 1970)
         if time_s is not None:
-            self.time_s = time_s
+            self.time_s, self.zone, self.time_line = time_s, line.zone, number
         if (
             "rain" in line.text or "exiting" in line.text or " done" in line.text or "nished" in line.text
         ) and _DONE.search(line.text[:400]):
@@ -246,6 +249,8 @@ class Stream:
                 return
             values = {**values, **self._of_traceback(kind)}
             text = text if values.get("message") or "cause" not in values else f"{text.strip()} {values['cause']}"
+            if self.time_line >= self.begin - 1:
+                values["dated"] = self.zone or "local"  # the time is that of the traceback, or of the record before it
         self.add(
             LogEvent(
                 kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,

@@ -1,5 +1,5 @@
 """How cluster managers, launchers and cloud services tell of ends. The texts are in the forms of the sources that
-`debug/read/text/managers.py`, `lines.py`, `prefixes.py` and `debug/read/reports/documents.py` name; none is copied."""
+`debug/read/text` and `debug/read/reports/documents.py` name; none is copied."""
 
 from __future__ import annotations
 

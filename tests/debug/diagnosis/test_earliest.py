@@ -1,0 +1,53 @@
+"""Several ranks raised exceptions of their own: the first of them is the cause, where the evidence shows which that is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from titan_ckpt.debug import diagnose, open_run
+
+
+def raised(error: str, line: int, before: str = "") -> str:
+    return f'{before}Traceback (most recent call last):\n  File "/srv/train.py", line {line}, in main\n    step()\n{error}\n'
+
+
+def culprits(folder: Path, **logs: str) -> tuple[int, ...]:
+    for name, text in logs.items():
+        (folder / f"{name}.log").write_text(text)
+    return diagnose(open_run(folder))[0].culprits
+
+
+def test_the_earlier_exception_is_the_cause(tmp_path: Path) -> None:
+    late = raised("lib.Stopped: no more work", 99, "2026-11-25 10:00:09 ERROR stopping\n")
+    early = raised("ValueError: empty batch", 88, "2026-11-25 10:00:05 ERROR bad batch\n")
+    assert culprits(tmp_path, rank0=late, rank1=early) == (1,)
+
+
+def test_times_of_different_zones_are_compared(tmp_path: Path) -> None:
+    late = raised("lib.Stopped: no more work", 99, "2026-11-25T10:00:09Z ERROR stopping\n")
+    early = raised("ValueError: empty batch", 88, "2026-11-25T19:00:05+09:00 ERROR bad batch\n")
+    assert culprits(tmp_path, rank0=late, rank1=early) == (1,)
+
+
+def test_times_with_and_without_a_zone_are_not_compared(tmp_path: Path) -> None:
+    one = raised("lib.Stopped: no more work", 99, "2026-11-25T10:00:09Z ERROR stopping\n")
+    other = raised("ValueError: empty batch", 88, "2026-11-25 10:00:05 ERROR bad batch\n")
+    assert culprits(tmp_path, rank0=one, rank1=other) == (0,)
+
+
+def test_a_time_long_before_the_traceback_is_not_its_own(tmp_path: Path) -> None:
+    quiet = "2026-11-25 09:00:00 step 1\nno time here\n"
+    one = raised("ValueError: empty batch", 88, "2026-11-25 10:00:05 ERROR bad batch\n")
+    assert culprits(tmp_path, rank0=one, rank1=raised("lib.Stopped: no more work", 99, quiet)) == (0,)
+
+
+def test_in_one_console_the_first_traceback_is_the_cause(tmp_path: Path) -> None:
+    text = "".join(f"[rank{rank}]: step 1\n" for rank in range(3))
+    for rank, error, line in ((2, "ValueError: empty batch", 88), (0, "lib.Stopped: no more work", 99)):
+        text += "".join(f"[rank{rank}]: {part}\n" for part in raised(error, line).splitlines())
+    assert culprits(tmp_path, console=text) == (2,)
+
+
+def test_who_says_that_others_failed_comes_last(tmp_path: Path) -> None:
+    told = raised("lib.PeerError: another worker reported a failure", 99)
+    assert culprits(tmp_path, rank0=told, rank1=raised("ValueError: empty batch", 88)) == (1,)
