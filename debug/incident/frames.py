@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from titan_ckpt.debug.incident.kinds import DEMAND, STALL, RankState
+from titan_ckpt.debug.incident.kinds import DEMAND, IN_LOG, STALL, RankState
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
 
 _LIBRARY = re.compile(
@@ -122,9 +122,17 @@ def crashed_thread(record: RankRecord, stack: StackSnapshot | None) -> tuple[Evi
 def hang_stack(record: RankRecord) -> StackSnapshot | None:
     """The earliest snapshot that shows where the main thread hung; not one that the main thread wrote itself."""
     usable = [
-        s for s in record.stacks if s.main and s.main.frames and not s.main.is_current and not _is_dumping(s.main, s)
+        s
+        for s in record.stacks
+        if s.main and s.main.frames and not _wrote_itself(s, s.main) and not _is_dumping(s.main, s)
     ]
     return min(usable, key=lambda s: (_lateness(s.reason), s.source), default=None)
+
+
+def _wrote_itself(stack: StackSnapshot, main: Thread) -> bool:
+    """Whether the main thread wrote the dump; but in a log, where it stands in a library, a signal made it write (faulthandler's
+    `register`), and it was there."""
+    return main.is_current and not (stack.reason == IN_LOG and is_library(main.frames[0]))
 
 
 def _is_dumping(main: Thread, stack: StackSnapshot) -> bool:

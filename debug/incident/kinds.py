@@ -124,6 +124,7 @@ class DumpKind(StrEnum):
 
 REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")  # how a process answers a launcher that ends it
 
+IN_LOG = "end of log"  # where a stack was found: a log ends with it
 USAGE_ERROR = "UsageError"  # the type that is given to a program's refusal of its command line, which is no exception
 
 

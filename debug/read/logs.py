@@ -201,6 +201,7 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 _POD_NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
+_FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
 
 
 def _single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
@@ -208,8 +209,9 @@ def _single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
     nodes = {writer: writer[2] for writer in writers if writer[0] == "node"}
     hosts = [writer for writer in writers if writer[0] == "host" and _POD_NUMBER.search(writer[1])]
     has_master = any("master" in writer[1] for writer in hosts)
+    of_compose = len(hosts) > 1 and all(writer[1].endswith(_FIRST_REPLICA) for writer in hosts)
     for writer in hosts:
-        match = _POD_NUMBER.search(writer[1])
+        match = _POD_NUMBER.search(writer[1].removesuffix(_FIRST_REPLICA) if of_compose else writer[1])
         if match is not None and "-" in writer[1]:
             nodes[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
     return nodes if len(set(nodes.values())) == len(nodes) else {}

@@ -8,13 +8,14 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
 
-from titan_ckpt.debug.incident.kinds import FlagKind
+from titan_ckpt.debug.incident.kinds import IN_LOG, FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
 from titan_ckpt.debug.read.log_names.numbers import name_ranks
 from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
+from titan_ckpt.debug.read.reports.exports import PAGES, TABLES, page_text, table_lines
 from titan_ckpt.debug.read.reports.gpu_state import is_gpu_state, read_gpu_state
 from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read_inspector
 from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_process_stacks, read_process_stacks
@@ -32,8 +33,8 @@ _NO_LOGS = (
     ".toml",
     ".yaml",
     ".yml",
-    ".csv",
     ".html",
+    ".htm",
     ".xml",
     ".sh",
     ".c",
@@ -42,7 +43,7 @@ _NO_LOGS = (
     ".ipynb",
     ".lock",
 )
-NOTES = (".md", ".rst")  # in which people paste logs
+NOTES = (".md", ".rst", *PAGES)  # in which people paste logs, and browsers save them
 _LOG_WORDS = (
     "log",
     "out",
@@ -91,6 +92,10 @@ def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     head = data[:_HEAD]
     if is_inspector(head):
         take_progress(evidence, file, [data])
+    elif file.path.endswith(TABLES):
+        take_quoted(evidence, file, table_lines(data.decode("utf-8", "replace"), file.path))
+    elif file.path.endswith(PAGES):
+        _take_log(evidence, file, [(page_text(data.decode("utf-8", "replace")).encode(), False)])
     elif is_process_stacks(head.decode("utf-8", "replace")):
         _take_processes(evidence, file, data.decode("utf-8", "replace"))
     elif is_ras_text(head):
@@ -218,7 +223,18 @@ def finish_texts(evidence: RunEvidence) -> None:
         if rank >= 0:
             is_fatal, is_abort = crash.startswith("Fatal"), crash.startswith("Fatal Python error: Aborted")
             is_timer = crash.startswith("Timeout (")
-            reason = "fatal abort" if is_abort else "fatal" if is_fatal else TIMER if is_timer else "log"
+            is_end = crash.rstrip().rpartition("\n")[2].lstrip().startswith(("File ", "Current thread ", "Thread "))
+            reason = (
+                "fatal abort"
+                if is_abort
+                else "fatal"
+                if is_fatal
+                else TIMER
+                if is_timer
+                else IN_LOG
+                if is_end
+                else "log"
+            )
             evidence.ranks[rank].stacks.append(parse_stacks(crash, source, reason))
     evidence.exits.extend(logs.exits)
     evidence.world_size = max([evidence.world_size, logs.num_ranks, *(text.num_ranks for text in texts)])

@@ -102,5 +102,10 @@ def _events(run: Run) -> list[LogEvent]:
     """The job's own reports, and those of other tools on ranks."""
     of_job = [event for event in trouble_of_job(run) if event.kind in _FACTS]
     kinds = (EventKind.UNREACHABLE, EventKind.DEVICE_SLOW, EventKind.HEARTBEAT, EventKind.EXITED, EventKind.DESYNC)
-    of_ranks = [event for record in run.ranks.values() for event in record.events if event.kind in kinds]
+    of_ranks = [
+        event
+        for record in run.ranks.values()
+        for event in record.events
+        if event.kind in kinds or (event.kind == EventKind.COMM_ERROR and "NCCL WARN" in event.text)
+    ]
     return sorted([*of_job, *of_ranks], key=lambda event: _FACTS.index(event.kind))

@@ -22,8 +22,14 @@ _NO_RANKS = re.compile(
 
 
 def name_ranks(texts: Sequence[JobText]) -> None:
-    """Give the lines of numbered logs to the ranks of these numbers, where no name and no line says otherwise."""
+    """Give the lines of logs to the ranks that introduce themselves in them, or of numbered logs to the ranks of these numbers,
+    where no name and no other line says otherwise."""
     if any(writer[0] in _PLACES for text in texts for writer in text.writers) or any(map(_is_launchers, texts)):
+        return
+    own = {min(text.introduced): text for text in texts if len(text.introduced) == 1}
+    if len(own) == len(texts) > 1 and set(own) == set(range(len(own))):
+        for rank, text in own.items():
+            text.writers[("rank", "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))
         return
     folders: defaultdict[str, defaultdict[str, dict[int, JobText]]] = defaultdict(lambda: defaultdict(dict))
     for text in texts[:MOST_TEXTS]:
@@ -32,7 +38,7 @@ def name_ranks(texts: Sequence[JobText]) -> None:
         if match is not None and not _NO_RANKS.search(match["before"]):
             folders[folder][f"{match['before']}#{match['after']}"][int(match["number"])] = text
     complete = [found for by_name in folders.values() for found in _complete(by_name)]
-    if len(complete) == 1 and _are_side_by_side(complete[0]):
+    if len(complete) == 1 and (_are_of_azure(complete[0]) or _are_side_by_side(complete[0])):
         for number, of_number in complete[0].items():
             for text in of_number:
                 text.writers[("rank", "", number)] = text.writers.pop(NOBODY, Stream(source=text.source))
@@ -55,6 +61,11 @@ def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, li
         for number, text in of_name.items():
             found[number].append(text)
     return [dict(found)]
+
+
+def _are_of_azure(logs: Mapping[int, Sequence[JobText]]) -> bool:
+    """Whether Azure ML named these logs, by the number of the process."""
+    return all("std_log_process_" in text.source for of_number in logs.values() for text in of_number)
 
 
 def _are_side_by_side(logs: Mapping[int, Sequence[JobText]]) -> bool:

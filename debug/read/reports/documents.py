@@ -3,7 +3,8 @@
 Formats: torch/distributed/elastic/multiprocessing/errors/error_handler.py (`TORCHELASTIC_ERROR_FILE`: `message.message`,
 `message.extraInfo.py_callstack`; `message` is a text where an agent wrote it); `gcloud logging read --format=json` (a list of
 LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`);
-`kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference).
+`kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference); `docker inspect`
+(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def quoted_lines(value: Any) -> list[str] | None:
     """The lines that a document holds, the oldest first; None if it is none of these."""
     if isinstance(value, dict) and isinstance(value.get("message"), dict | str) and set(value) <= _ERROR_FILE:
         return _error(value["message"])
-    if (pods := _pods(value)) is not None:
+    if (pods := _pods(value) or _containers(value)) is not None:
         return pods
     entries = value.get("events") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
@@ -62,6 +63,34 @@ def _described(pod: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"{name}:  {count}" for name, count in limits.items() if name.endswith("/gpu"))
         env = [one for one in container.get("env") or () if isinstance(one, dict)]
         yield from (f"{one.get('name')}:  {one['value']}" for one in env if one.get("value"))
+
+
+def _containers(value: Any) -> list[str] | None:
+    """What docker or ECS says of containers, in the words of `kubectl describe pod`; None if the document holds none."""
+    tasks: Any = value.get("tasks") if isinstance(value, dict) else None
+    found = [one for task in tasks for one in task.get("containers") or ()] if _are_objects(tasks) else value
+    if not _are_objects(found) or not all(isinstance(one.get("name", one.get("Name")), str) for one in found):
+        return None
+    lines = [line for one in found for line in _container(one)]
+    return lines if any(line.startswith("Exit Code:") for line in lines) else None
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
+def _container(one: Mapping[str, Any]) -> Iterator[str]:
+    state, name = _inside(one, "State"), str(one.get("name", one.get("Name"))).lstrip("/")
+    yield f"Name:  {name}"
+    if state.get("OOMKilled") is True or str(one.get("reason")).startswith("OutOfMemory"):
+        yield "Reason:  OOMKilled"
+    code = state.get("ExitCode", one.get("exitCode"))
+    if isinstance(code, int) and state.get("Status") != "running":
+        yield f"Exit Code:  {code}"
+    env = _inside(one, "Config").get("Env")
+    for setting in env if isinstance(env, list) else ():
+        key, _, text = str(setting).partition("=")
+        yield f"{key}:  {text}"
 
 
 def _ended(status: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -20,7 +20,10 @@ from titan_ckpt.parsing.json_values import JsonValue
 MAX_THREADS = 512
 _HEAD = 4096  # characters that show who wrote a text
 _PROCESS = re.compile(r"^Process (?P<pid>\d{1,9}): (?P<command>.{0,4000})$", re.MULTILINE)
-_HEADING = re.compile(r"^\W{0,8}(?:[Gg]lobal[ _-]?)?[Rr]ank[ _:=#-]{0,3}(?P<rank>\d{1,6})\b.{0,80}$", re.MULTILINE)
+_HEADING = re.compile(
+    r"^(?:\W{0,8}|[=#>*+-]{2,40} .{0,80}?\b)(?:[Gg]lobal[ _-]?)?[Rr]ank[ _:=#-]{0,3}(?P<rank>\d{1,6})\b.{0,80}$",
+    re.MULTILINE,
+)
 _LOOK_BACK = 300  # characters before a process in which a script may have put a heading
 _PLACE = re.compile(r"--local[-_]rank[= ](?P<local>\d{1,6})\b")
 

@@ -40,6 +40,7 @@ class JobText:
     num_lines: int = 0
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
+    introduced: set[int] = field(default_factory=set)  # ranks that said who they are
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _is_block: bool = False  # it repeats all that this process wrote
@@ -52,6 +53,8 @@ class JobText:
         writer = self._writer(line)
         if writer[0] != "rank" and "ank" in line.text:
             writer = self._named_inside(line, writer)
+        elif "pid" in line.text and (match := _INTRODUCED.search(line.text[:200])) and int(match["rank"]) == writer[2]:
+            self._introduce(writer[2], match["before"] or match["pid"])
         writer = self._quoted_writer(line, writer)
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
@@ -126,12 +129,20 @@ class JobText:
             self.links[writer] = int(match["rank"])
             return writer
         else:
+            if match := _INTRODUCED.search(line.text[:200]):
+                self._introduce(int(match["rank"]), match["before"] or match["pid"])
             return writer
         if writer[0] in ("pid", "local"):
             self.links.setdefault(writer, rank)
         if line.task is not None:
             self.tasks[line.task].add(rank)
         return ("rank", "", rank)
+
+    def _introduce(self, rank: int, pid: str | None) -> None:
+        """A line such as `rank 3/8 pid 4711`, by which a program says who it is."""
+        self.introduced.add(rank)
+        if pid:
+            self.links.setdefault(("pid", "", int(pid)), rank)
 
     def _quoted_writer(self, line: Line, writer: Writer) -> Writer:
         """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`, between composer's
@@ -168,6 +179,13 @@ _OWN_GROUP = re.compile(
 )
 _RAY_RANK = re.compile(
     r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
+)
+# What programs say of themselves at their start; Lightning and DETR's descendants in these words.
+_RANK = r"\b(?:[Gg]lobal[ _]?|GLOBAL_)?(?:[Rr]ank|RANK)[ =:]{1,3}(?P<rank>\d{1,6})"
+_PID = r"\bpid[ =:]{1,3}"
+_INTRODUCED = re.compile(
+    rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
+    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?:local[ _]rank|world[ _]size))"
 )
 _RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.read.text.crashes import GLIBC_WORDS, SIGNAL_WORDS, Values, dumped, fatal, glibc, glog
 from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any, is_mere_talk, kind_of_error
-
-Values = dict[str, str]
 
 # --------------------------------------------------------------------------------------------------------- values
 
@@ -149,37 +148,6 @@ _OOM_KILLED = re.compile(
     r"(?:Killed process|Kill process|reaped process) (?P<pid>\d{1,9})|oom-kill:.{0,300}?\bpid=(?P<task>\d{1,9})"
 )
 _WORKER = re.compile(r"DataLoader worker \(pids?\(?s?\)? ?(?P<worker>[\d, ]{1,60})\)")
-_SIGNAL_WORDS = {
-    "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE",
-    "general protection fault": "SIGSEGV", "segfault at": "SIGSEGV",
-}  # fmt: skip
-_FATAL = re.compile(r"Fatal Python error: (?P<error>.{1,200})$")
-# What glibc writes before it aborts: assert/assert.c, debug/fortify_fail.c, malloc/malloc.c.
-_GLIBC_WORDS = (
-    "Assertion `", "*** stack smashing detected ***", "*** buffer overflow detected ***", "double free or corruption",
-    "free(): ", "malloc(): ", "malloc_consolidate(): ", "munmap_chunk(): ", "realloc(): ", "corrupted size vs. prev_size",
-    "corrupted double-linked list",
-)  # fmt: skip
-_GLIBC = re.compile(
-    r"(?:\*\*\* (?:stack smashing|buffer overflow) detected \*\*\*: terminated|double free or corruption \(\S{1,12}\)"
-    r"|(?:free|malloc|malloc_consolidate|munmap_chunk|realloc)\(\): (?:invalid|corrupted|memory corruption|unaligned|mismatching|"
-    r"double free|unsorted)\b.{0,80}|corrupted (?:size vs\. prev_size|double-linked list).{0,40}"
-    r"|\S{1,200}: \S{1,300}:\d{1,7}: .{1,1000}: Assertion `.{1,1000}' failed\.)$"
-)
-
-
-def _glibc(text: str) -> Values | None:
-    """Memory that is damaged, or an assertion of C that fails: then the process ends with SIGABRT."""
-    match = _GLIBC.match(text.strip()[:3000])
-    return {"error": match.group(0)[:200], "signal": "SIGABRT"} if match else None
-
-
-_OWN_PID = re.compile(
-    r"\b\w{1,40}\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
-    r"|\*\*\* SIG\w+ .{0,60}received by PID (?P<by>\d{1,9})"
-)
-
-
 _SXID = re.compile(r"SXid \([^)]{1,40}\): \d{1,6}, Fatal\b")
 
 
@@ -197,17 +165,6 @@ def _kernel_oom(text: str) -> Values:
     match = _OOM_KILLED.search(text)
     pid = next((value for value in match.groups() if value), "") if match else ""
     return {"pid": pid, "cause": "oom"} if pid else {}
-
-
-def _fatal(text: str) -> Values | None:
-    if match := _FATAL.search(text):
-        return {"error": match["error"]}
-    word = next((word for word in _SIGNAL_WORDS if word in text), None)
-    if word is None:
-        return None
-    match = _OWN_PID.search(text)
-    pid = (match["pid"] or match["by"]) if match else ""
-    return {"error": word, "signal": _SIGNAL_WORDS[word], **({"pid": pid} if pid else {})}
 
 
 # ---------------------------------------------------------------------------------------------------------- rules
@@ -266,8 +223,11 @@ _RULES = (
     ),
     _Rule(EventKind.DEVICE_ERROR, ("SXid (",), _is_fatal_switch),
     _Rule(EventKind.KILLED, ("Killed process", "reaped process", "oom-kill:"), _kernel_oom),
-    _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in _SIGNAL_WORDS)), _fatal),
-    _Rule(EventKind.FATAL_SIGNAL, _GLIBC_WORDS, _glibc),
+    _Rule(EventKind.FATAL_SIGNAL, ("Fatal Python error", *(f"{word}" for word in SIGNAL_WORDS)), fatal),
+    _Rule(EventKind.FATAL_SIGNAL, GLIBC_WORDS, glibc),
+    _Rule(EventKind.FATAL_SIGNAL, ("received by PID ",), glog),
+    _Rule(EventKind.KILLED, ("dumped core", "terminated abnormally without generating a coredump"), dumped),
+    _Rule(EventKind.EXCEPTION, ("received signal CUDA_EXCEPTION_",)),
 )
 
 
@@ -286,6 +246,14 @@ _SERVERS = (
     "died unexpectedly", "Got fatal signal from worker processes", "EngineCore hit an exception",
     "EngineCore encountered a fatal error", "Received sigquit from a child process",
 )  # fmt: skip
+# aws-ofi-nccl, NCCL's src/init.cc and src/bootstrap.cc, torch/csrc/distributed/rpc/tensorpipe_agent.cpp.
+_WARNINGS = (
+    "NCCL WARN NET/OFI Request", "NCCL WARN NET/OFI RC", "NCCL WARN Duplicate GPU detected", "NCCL WARN Bootstrap Root",
+    "NCCL WARN Mismatched collective", "RPC agent for ",
+)  # fmt: skip
+# JAX's coordination service (xla/tsl/distributed_runtime/coordination): tasks that sent no heartbeat any more, one a line.
+_OF_JAX = ("stopped sending heartbeats", "distributed service detected fatal errors")
+_TASK_OF_JAX = re.compile(r"/job:\w{1,40}/replica:\d{1,6}/task:\d{1,6}\b")
 # The last line of a traceback, where people paste that alone.
 _BARE = ("connectFullMesh failed", "DistBackendError: ", "DistNetworkError: ", "DistStoreError: ")
 _LAST_RULES = (
@@ -297,9 +265,10 @@ _LAST_RULES = (
         EventKind.COMM_CLOSED,
         ("Connection closed by remote peer", "NCCL WARN Call to recv", "NCCL WARN Net : Call to recv"),
     ),
-    _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure", "NCCL WARN [Proxy Service")),
+    _Rule(EventKind.COMM_ERROR, ("NCCL WARN NET/IB", "NCCL WARN Cuda failure", "NCCL WARN [Proxy Service", *_WARNINGS)),
     *(_Rule(kind, _BARE, _is(kind)) for kind in (EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR)),
-    _Rule(EventKind.EXITED, _SERVERS),
+    _Rule(EventKind.EXITED, (*_SERVERS, *_OF_JAX)),
+    _Rule(EventKind.EXITED, ("/replica:",), lambda text: {} if _TASK_OF_JAX.match(text) else None),
     _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
 )
 NO_DIGITS = str.maketrans("", "", "0123456789")

@@ -159,7 +159,7 @@ _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _task),
     "hydra": (re.compile(rf"\[{_N}\]:? "), _task),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
-    "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) [a-z0-9-]{{2,60}} "), _host),
+    "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _host),
 }
 _TORCH_TERMINAL = "ProcessGroup"
 

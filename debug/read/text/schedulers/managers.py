@@ -4,7 +4,8 @@ services, Ray, DeepSpeed. They know hosts, pods and processes, rarely ranks.
 Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs" and bsub's job report; the PBS Professional and TORQUE
 guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1) (job states); `kubectl get events` (kubelet's
 pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet (node_manager.cc,
-worker_killing_policy); deepspeed/launcher/launch.py (`sigkill_handler`); SkyPilot's sky/backends/task_codegen.py.
+worker_killing_policy); the manuals of docker and compose; deepspeed/launcher/launch.py (`sigkill_handler`); SkyPilot's
+sky/backends/task_codegen.py.
 """
 
 from __future__ import annotations
@@ -117,7 +118,13 @@ class Managers:
             self._actor, self._actor_lines = text.strip(), MOST_ACTOR_LINES
         elif match := _RAY_FIELD.match(text):
             self._actor_lines = 0
-            yield Said(kind=EventKind.EXITED, text=self._actor, values={"pid": match["pid"]})
+            yield Said(kind=EventKind.EXITED, text=f"{self._actor} (pid {match['pid']})", values={"pid": match["pid"]})
+
+    def docker(self, text: str, _line: Line) -> Iterator[Said]:
+        """A row of `docker ps -a`, and what compose says of a service."""
+        match = _DOCKER_PS.search(text) or _COMPOSE.match(text)
+        if match and int(match["code"]):
+            yield _of_host(match["host"], int(match["code"]))
 
     def vllm(self, text: str, _line: Line) -> Iterator[Said]:
         """A worker's process that its executor found dead (v1/executor/multiproc_executor.py)."""
@@ -187,6 +194,9 @@ _RAY_FIELD = re.compile(r"\s{1,8}pid: (?P<pid>\d{1,9})\s*$")
 MOST_ACTOR_LINES = 6
 _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<pid>\d{1,9})")
 
+_DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<host>[\w.-]{1,120})\s*$")
+_COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3})\s*$")
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
     (("TERM_",), Managers.lsf),
@@ -196,5 +206,6 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     (("The replica", "the replica", "ExecuteUserScriptError", "ExitCode ", "return code list"), Managers.replica),
     (("Memory on the node", "worker died or was killed", "died unexpectedly before"), Managers.ray),
     (("Worker proc VllmWorker-",), Managers.vllm),
+    (("Exited (", " exited with code "), Managers.docker),
 )  # fmt: skip
 _is_plain = without(tuple(word for words, _ in _RULES for word in words))

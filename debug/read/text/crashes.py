@@ -1,0 +1,67 @@
+"""Processes that a signal ended, as they, their libraries and the system write it: CPython's fault handler, glibc, glog, UCX, the
+kernel, shells and systemd."""
+
+from __future__ import annotations
+
+import re
+
+Values = dict[str, str]
+
+SIGNAL_WORDS = {
+    "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE",
+    "general protection fault": "SIGSEGV", "segfault at": "SIGSEGV",
+}  # fmt: skip
+_FATAL = re.compile(r"Fatal Python error: (?P<error>.{1,200})$")
+# What glibc writes before it aborts: assert/assert.c, debug/fortify_fail.c, malloc/malloc.c.
+GLIBC_WORDS = (
+    "Assertion `", "*** stack smashing detected ***", "*** buffer overflow detected ***", "double free or corruption",
+    "free(): ", "malloc(): ", "malloc_consolidate(): ", "munmap_chunk(): ", "realloc(): ", "corrupted size vs. prev_size",
+    "corrupted double-linked list",
+)  # fmt: skip
+_GLIBC = re.compile(
+    r"(?:\*\*\* (?:stack smashing|buffer overflow) detected \*\*\*: terminated|double free or corruption \(\S{1,12}\)"
+    r"|(?:free|malloc|malloc_consolidate|munmap_chunk|realloc)\(\): (?:invalid|corrupted|memory corruption|unaligned|mismatching|"
+    r"double free|unsorted)\b.{0,80}|corrupted (?:size vs\. prev_size|double-linked list).{0,40}"
+    r"|\S{1,200}: \S{1,300}:\d{1,7}: .{1,1000}: Assertion `.{1,1000}' failed\.)$"
+)
+
+
+def glibc(text: str) -> Values | None:
+    """Memory that is damaged, or an assertion of C that fails: then the process ends with SIGABRT."""
+    match = _GLIBC.match(text.strip()[:3000])
+    return {"error": match.group(0)[:200], "signal": "SIGABRT"} if match else None
+
+
+_OWN_PID = re.compile(
+    r"\b\w{1,40}\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
+    r"|\*\*\* SIG\w+ .{0,60}received by PID (?P<by>\d{1,9})"
+)
+
+
+_BY_PID = re.compile(r"\*\*\* (?P<signal>SIG[A-Z]{3,6}) \(@0x[0-9a-f]{1,16}\) received by PID (?P<pid>\d{1,9})")
+_CORE = re.compile(r"Process (?P<pid>\d{1,9}) \([^()]{1,40}\) of user \d{1,10} (?:dumped core|terminated abnormally)")
+
+
+def glog(text: str) -> Values | None:
+    """glog's signal handler (src/signalhandler.cc): `*** SIGSEGV (@0x0) received by PID 4711 (TID 0x7f) from PID 0; ...`."""
+    match = _BY_PID.search(text)
+    is_end = match is not None and match["signal"] not in ("SIGTERM", "SIGABRT")
+    return {"error": match["signal"], "signal": match["signal"], "pid": match["pid"]} if match and is_end else None
+
+
+def dumped(text: str) -> Values | None:
+    """systemd-coredump's record (src/coredump/coredump.c): `Process 4711 (python) of user 1000 dumped core.`"""
+    match = _CORE.search(text)
+    return {"pid": match["pid"]} if match else None
+
+
+def fatal(text: str) -> Values | None:
+    """The interpreter's fatal error, or a word of a signal with the process that it ended."""
+    if match := _FATAL.search(text):
+        return {"error": match["error"]}
+    word = next((word for word in SIGNAL_WORDS if word in text), None)
+    if word is None:
+        return None
+    match = _OWN_PID.search(text)
+    pid = (match["pid"] or match["by"]) if match else ""
+    return {"error": word, "signal": SIGNAL_WORDS[word], **({"pid": pid} if pid else {})}

@@ -1,0 +1,1 @@
+"""Tests of reports that other programs write."""
