@@ -136,8 +136,9 @@ def _open(url: StrPath, store: Store | None) -> tuple[Store, str | None]:
     if store is not None:
         return store, None
     store = open_store(url)
-    if scheme(store.url) == "file":
-        folder, _, name = local_path(store.url).rpartition("/")
+    is_local_file = scheme(store.url) == "file"
+    if is_local_file or is_archive(store.url):
+        folder, _, name = (local_path(store.url) if is_local_file else store.url).rpartition("/")
         parent = open_store(folder or "/")
         if parent.exists(name):
             return parent, name

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import earlier_attempt
 from titan_ckpt.debug.read.log_names.pods import are_pods
+from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import ObjectInfo, Store
 
 SNIFFED_BYTES = 64 << 10
 MOST_SNIFFED = 64  # files
 _RANKED = re.compile(r"rank[_-]?\d{1,6}|(?:trace|dump|fr)\w{0,20}_\d{1,6}$", re.IGNORECASE)
-_CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst)?$", re.IGNORECASE)
+_CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst|\.xz|\.bz2)?$", re.IGNORECASE)
 _HOST = re.compile(r"(?:node|host|gpu|worker|master|pod|ip|cn|n)[-_]?\d|\d{1,3}(?:[.-]\d{1,3}){3}", re.IGNORECASE)
 _SAID_RANK = re.compile(rb"\[rank(\d{1,6})\]:|\brank\s{0,8}: (\d{1,6}) \(local_rank")
-TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst)?|error\.json)"
+TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst|\.xz|\.bz2)?|error\.json)"
 _TORCHRUN = re.compile(rf"(?:^|/)attempt_\d{{1,6}}/\d{{1,6}}/|^\d{{1,6}}/{TORCHRUN_NAMES}$")
 
 
@@ -92,7 +93,7 @@ def _consoles_repeat(store: Store, consoles: Sequence[tuple[str, ObjectInfo]]) -
 
 
 def _ranks_said(store: Store, file: ObjectInfo) -> set[int]:
-    if file.path.endswith((".gz", ".zst")) or not file.size_bytes:
+    if file.path.endswith(PACKED) or not file.size_bytes:
         return set()
     tail = max(0, file.size_bytes - SNIFFED_BYTES)
     data = store.read(file.path, tail, file.size_bytes - tail)

@@ -24,6 +24,7 @@ from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
 from titan_ckpt.debug.read.text.streams import Stream
+from titan_ckpt.parsing.unpacking import PACKED
 
 STREAMED_BYTES = 4 << 20
 _NO_LOGS = (
@@ -63,7 +64,7 @@ SLACK_S = 10.0  # from a launch to the start of the recorder
 
 def is_streamed(file: EvidenceFile) -> bool:
     """Whether a file is a log to be read in chunks: it may be larger than memory."""
-    is_packed = file.path.endswith((".gz", ".zst"))
+    is_packed = file.path.endswith(PACKED)
     return file.suffix in TEXT_ENDINGS and (is_packed or file.size_bytes > STREAMED_BYTES)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import pickle
 import time
 import tracemalloc
@@ -139,7 +141,9 @@ def test_functions_of_an_index_make_small_values_alone(what: str) -> None:
         read_dcp_metadata(SHARED[what], sizes={}, step=1, where="x")
 
 
-PACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": zstandard.compress}
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress, ".zst": zstandard.compress, ".xz": lzma.compress, ".bz2": bz2.compress,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("ending", PACK)

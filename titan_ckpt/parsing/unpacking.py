@@ -1,21 +1,23 @@
-"""Decompress gzip and zstd files that others wrote: as a stream, up to a size and a ratio.
+"""Decompress gzip, zstd, xz and bzip2 files that others wrote: as a stream, up to a size and a ratio.
 
 A genuine log shrinks 5 to 100 times. A file that unpacks to more than UNPACKED_FREE bytes and MAX_RATIO times its own size is
-refused; so is one past the caller's own limit. Memory: PIECE_BYTES, and zstd's window of at most MAX_WINDOW_BYTES.
+refused; so is one past the caller's own limit. Memory: PIECE_BYTES, and the window of zstd and xz, at most MAX_WINDOW_BYTES.
 """
 
 from __future__ import annotations
 
+import bz2
 import io
+import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import zstandard
 
 from titan_ckpt.errors import DamagedError
 
-PACKED = (".gz", ".zst")
+PACKED = (".gz", ".zst", ".xz", ".bz2")
 MAX_RATIO = 200
 UNPACKED_FREE = 16 << 20
 PIECE_BYTES = 1 << 20
@@ -32,7 +34,7 @@ class UnpacksTooLargeError(DamagedError):
 def unpacked(
     path: str, parts: Iterable[bytes], *, packed_bytes: int, most_bytes: int, where: str = ""
 ) -> Iterator[bytes]:
-    """The content of `path`, which ends in .gz or .zst (any other name: the parts unchanged), in pieces.
+    """The content of `path`, which ends in one of PACKED (any other name: the parts unchanged), in pieces.
 
     `parts` are its `packed_bytes` in order. A truncated file gives what can be read. DamagedError if that is nothing,
     UnpacksTooLargeError past the limits.
@@ -43,6 +45,10 @@ def unpacked(
         source = _gunzip(parts)
     elif path.endswith(".zst"):
         source = _unzstd(parts)
+    elif path.endswith(".xz"):
+        source = _streams(parts, lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES))
+    elif path.endswith(".bz2"):
+        source = _streams(parts, bz2.BZ2Decompressor)
     else:
         source = iter(parts)
     total = 0
@@ -54,7 +60,7 @@ def unpacked(
                     f"{where}: unpacks from {packed_bytes} bytes to more than {most}; unpack it by hand if it is genuine"
                 )
             yield piece
-    except (zlib.error, zstandard.ZstdError) as error:
+    except (zlib.error, zstandard.ZstdError, lzma.LZMAError, OSError) as error:
         if total == 0:
             raise DamagedError(f"{where}: damaged compression: {error}") from error
 
@@ -71,6 +77,21 @@ def _gunzip(parts: Iterable[bytes]) -> Iterator[bytes]:
                 data = engine.unconsumed_tail
                 if engine.eof:
                     data, engine = engine.unused_data, zlib.decompressobj(wbits=31)
+
+
+def _streams(
+    parts: Iterable[bytes], make: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]
+) -> Iterator[bytes]:
+    """All streams of an xz or bzip2 file."""
+    engine = make()
+    for part in parts:
+        for start in range(0, len(part), _FED_BYTES):
+            data = part[start : start + _FED_BYTES]
+            while data or not engine.needs_input:
+                yield engine.decompress(data, PIECE_BYTES)
+                data = b""
+                if engine.eof:
+                    data, engine = engine.unused_data, make()
 
 
 def _unzstd(parts: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Archives of evidence (.tar, .tar.gz, .tgz, .tar.zst, .zip), unpacked into a private folder for as long as they are read.
+"""Archives of evidence (.tar, also packed by gzip, zstd, xz or bzip2, and .zip), in a private folder while they are read.
 
 Members are streamed there, so memory stays at a few MB; their number, their sizes and the ratio of compression are bounded. An
 archive past a bound is dropped as a whole. Of one that is cut off or damaged, the members before that place are kept. Archives in
@@ -24,10 +24,10 @@ from titan_ckpt.debug.read.archives.overlay import Overlay, UnpackedFolder
 from titan_ckpt.debug.read.discovery import CHUNK, MAX_FILE_BYTES, TEXT_ENDINGS, EvidenceFile
 from titan_ckpt.errors import DamagedError, StoreError
 from titan_ckpt.parsing.unpacking import MAX_RATIO, PACKED, UNPACKED_FREE, UnpacksTooLargeError, unpacked
-from titan_ckpt.store.base import Store
+from titan_ckpt.store.base import ObjectInfo, Store
 from titan_ckpt.store.local import FileStore
 
-ARCHIVES = (".tar.gz", ".tar.zst", ".tar", ".tgz", ".zip")
+ARCHIVES = (".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar", ".tgz", ".zip")
 MOST_MEMBERS = 100_000
 MOST_BYTES = 4 << 30
 DEPTH = 2
@@ -61,7 +61,7 @@ def _ending(path: str) -> str:
 
 @contextmanager
 def unpacked_archives(
-    store: Store, archives: Sequence[EvidenceFile], flags: list[Flag], *, is_only: bool
+    store: Store, archives: Sequence[EvidenceFile | ObjectInfo], flags: list[Flag], *, is_only: bool
 ) -> Iterator[Store]:
     """`store` with the members of its archives as files below the archives' names; if `is_only`, the members of one alone.
 
@@ -109,7 +109,7 @@ class _Unpacking:
     def _members(self, store: Store, path: str, packed_bytes: int, left_out: Counter[str]) -> Iterator[Member]:
         if path.endswith(".zip"):
             return zip_members(partial(store.read, path), packed_bytes, left_out)
-        ending = ".gz" if path.endswith("gz") else ".zst" if path.endswith(".zst") else ""
+        ending = ".gz" if path.endswith(".tgz") else path.rpartition(".tar")[2]
         raw = (store.read(path, at, min(CHUNK, packed_bytes - at)) for at in range(0, packed_bytes, CHUNK))
         stream = unpacked(
             f"tar{ending}", raw, packed_bytes=packed_bytes, most_bytes=self.size_bytes, where="an archive"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import tarfile
 import tempfile
@@ -11,6 +13,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import fsspec
 import pytest
 import zstandard
 
@@ -47,6 +50,8 @@ PACKERS = {
     ".tar.gz": lambda files: gzip.compress(tarred(files)),
     ".tgz": lambda files: gzip.compress(tarred(files, tarfile.GNU_FORMAT)),
     ".tar.zst": lambda files: zstandard.compress(tarred(files, tarfile.USTAR_FORMAT)),
+    ".tar.xz": lambda files: lzma.compress(tarred(files)),
+    ".tar.bz2": lambda files: bz2.compress(tarred(files)),
     ".zip": zipped,
 }
 
@@ -138,6 +143,11 @@ def test_an_archive_in_an_object_store_is_read() -> None:
     assert diagnose(open_run("memory://fuzz", store=store))[0].culprits == (1,)
 
 
+def test_an_archive_in_an_object_store_given_itself_is_read() -> None:
+    fsspec.filesystem("memory").pipe("/kept/dumps.zip", zipped(DEAD))
+    assert diagnose(open_run("memory://kept/dumps.zip"))[0].culprits == (1,)
+
+
 def test_what_macos_packs_beside_files_is_no_evidence(tmp_path: Path) -> None:
     beside = {f"__MACOSX/._{name}": b"\0\5\x16\7" for name in DEAD} | {f"job/._{name}": b"\0\5" for name in DEAD}
     (tmp_path / "mac.zip").write_bytes(zipped({**{f"job/{name}": data for name, data in DEAD.items()}, **beside}))
@@ -178,7 +188,7 @@ def test_links_and_names_that_lead_outside_are_left_out(tmp_path: Path, scratch:
     assert not (scratch.parent / "up.log").exists()
 
 
-@pytest.mark.parametrize("ending", [".tar.gz", ".tar.zst", ".zip"])
+@pytest.mark.parametrize("ending", [".tar.gz", ".tar.zst", ".tar.xz", ".zip"])
 def test_a_bomb_is_refused_in_one_line(tmp_path: Path, scratch: Path, ending: str) -> None:
     (tmp_path / f"bomb{ending}").write_bytes(PACKERS[ending]({"rank_0.log": bytes(1 << 26)}))
     texts = said(tmp_path)
