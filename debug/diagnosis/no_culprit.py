@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
-from titan_ckpt.debug.diagnosis.from_logs.reported import facts, faults, suspects, trouble_of_job
+from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, suspects, trouble_of_job
 from titan_ckpt.debug.diagnosis.rank_death import (
     ended_well,
     event_evidence,
@@ -226,7 +226,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
             Evidence(text=counts),
             *([Evidence(text="who was looked at again was at the same place")] if stands_still(run) else ()),
             *facts(run),
-            *(event_evidence(event) for event in list(errors.values())[:MOST_WAITS]),
+            *(event_evidence(event) for event in [*errors.values(), *blaming(run)][:MOST_WAITS]),
             *_who_waited(run, states),
             *_timed(run, states),
             *_aborted(run),

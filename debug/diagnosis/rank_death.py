@@ -50,7 +50,13 @@ def _is_own(event: LogEvent) -> bool:
 
 def is_interrupt(event: LogEvent) -> bool:
     """Whether an exception is how a process answers a launcher that ends it; its traceback shows where the program was."""
-    return event.values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
+    is_requested = event.values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
+    return is_requested or ("type" in event.values and _OF_SIGNAL.search(event.values.get("message", "")) is not None)
+
+
+_OF_SIGNAL = re.compile(
+    r"\b(?:SIG(?:TERM|INT|USR1|USR2)|[Ss]ignal (?:15|2|10|12))\b"
+)  # what a handler of the program raises
 
 
 def lost_threads(record: RankRecord) -> list[Evidence]:

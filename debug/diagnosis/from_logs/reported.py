@@ -49,9 +49,17 @@ def facts(run: Run) -> tuple[Evidence, ...]:
 
 
 def suspects(run: Run) -> tuple[int, ...]:
-    """Ranks that reports name, where they are a minority."""
+    """Ranks that reports or exceptions of others name, where they are a minority."""
     named = {rank for event in faults(run) for rank in _named(run, event)}
+    named = named or {
+        rank for event in blaming(run) for rank in map(int, event.values["blames"].split(",")) if rank in run.ranks
+    }
     return tuple(sorted(named)) if 2 * len(named) < run.world_size else ()
+
+
+def blaming(run: Run) -> list[LogEvent]:
+    """Exceptions of the program's own that say of other ranks that they are gone, or did not do their part."""
+    return [event for record in run.ranks.values() for event in record.events if "blames" in event.values]
 
 
 def reported(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:

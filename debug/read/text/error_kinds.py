@@ -113,6 +113,26 @@ def is_mere_talk(text: str) -> bool:
     return _NO_LACK.search(text) is not None and _LACK.search(text) is None
 
 
+_BLAMES = re.compile(
+    r"\b(?:ranks?|workers?|peers?|process(?:es)?)(?: of ranks?)? \[?(?P<names>\d{1,6}(?:, ?\d{1,6}){0,100})\]?.{0,60}?\b"
+    r"(?:did(?: not|n't) (?:respond|answer|report|arrive|join|come|finish|return|send)|not responding|unresponsive"
+    r"|returned no|timed out|(?:has |have )?(?:died|crashed|disappeared)|(?:is|are) (?:dead|missing|unreachable)"
+    r"|(?:was|were) lost|failed to (?:respond|answer|join|report|arrive))\b",
+    re.IGNORECASE,
+)
+
+
+def blamed(text: str, rank: int) -> str:
+    """The other ranks of which an exception of `rank` says that they are gone, or did not do their part; "" if of none.
+
+    >>> blamed("RuntimeError: rank 2 did not respond within 60 s", 0), blamed("RuntimeError: rank 2 did not respond", 2)
+    ('2', '')
+    """
+    match = _BLAMES.search(text) if rank >= 0 else None
+    names = re.split(", ?", match["names"]) if match else []
+    return "" if str(rank) in names else ",".join(names)
+
+
 def has_any(text: str, words: tuple[str, ...]) -> bool:
     """Whether one of `words` stands in the text."""
     return any(word in text for word in words)

@@ -53,7 +53,7 @@ class JobText:
         writer = self._writer(line)
         if writer[0] != "rank" and "ank" in line.text:
             writer = self._named_inside(line, writer)
-        elif "pid" in line.text and (match := _INTRODUCED.search(line.text[:200])) and int(match["rank"]) == writer[2]:
+        elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
         writer = self._quoted_writer(line, writer)
         if self.since_s is not None and self._is_old(writer, line.time_s):
@@ -129,7 +129,7 @@ class JobText:
             self.links[writer] = int(match["rank"])
             return writer
         else:
-            if match := _INTRODUCED.search(line.text[:200]):
+            if match := _introduction(line.text):
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
             return writer
         if writer[0] in ("pid", "local"):
@@ -187,6 +187,13 @@ _INTRODUCED = re.compile(
     rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
     r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?:local[ _]rank|world[ _]size))"
 )
+_NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
+
+
+def _introduction(text: str) -> re.Match[str] | None:
+    return _INTRODUCED.search(text[:200]) if _NUMBERED.search(text[:200]) else None
+
+
 _RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 
 

@@ -11,7 +11,7 @@ from titan_ckpt.debug.incident.frames import is_library, torch_call, user_frame
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
-from titan_ckpt.debug.read.text.error_kinds import kind_of_error
+from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
@@ -190,6 +190,8 @@ class Stream:
             found, self.is_ignored = None, False
         if found is not None:
             kind, values = found
+            if raised and kind == EventKind.EXCEPTION and (others := blamed(text, self.rank)):
+                kind, values = EventKind.COMM_TIMEOUT, {**values, "blames": others}
             self._keep(number, text, kind, values, raised is not None)
             self._open(kind)
             self.details = MOST_DETAILS if "type" in values and "NCCL error" in text else 0

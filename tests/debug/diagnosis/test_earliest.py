@@ -51,3 +51,30 @@ def test_in_one_console_the_first_traceback_is_the_cause(tmp_path: Path) -> None
 def test_who_says_that_others_failed_comes_last(tmp_path: Path) -> None:
     told = raised("lib.PeerError: another worker reported a failure", 99)
     assert culprits(tmp_path, rank0=told, rank1=raised("ValueError: empty batch", 88)) == (1,)
+
+
+def test_an_exception_that_blames_another_rank_accuses_nobody(tmp_path: Path) -> None:
+    for rank in range(4):
+        text = raised("RuntimeError: rank 2 returned no result within 600 s", 120) if rank == 0 else "step 1\n"
+        (tmp_path / f"rank{rank}.log").write_text(text)
+    top = diagnose(open_run(tmp_path))[0]
+    assert (top.verdict, top.culprits, top.suspects) == ("INSUFFICIENT_DATA", (), (2,))
+    assert any("returned no result" in item.text for item in top.evidence)
+
+
+def test_an_exception_that_names_its_own_rank_is_its_own(tmp_path: Path) -> None:
+    assert culprits(
+        tmp_path, rank2=raised("RuntimeError: rank 2 timed out reading its shard", 70), rank0="step 1\n"
+    ) == (2,)
+
+
+def test_what_a_handler_of_a_signal_raises_is_no_death(tmp_path: Path) -> None:
+    ends = "slurmstepd: error: *** JOB 4 ON n1 CANCELLED AT 2026-11-25T10:00:00 DUE TO TIME LIMIT ***\n"
+    text = "".join(f"{rank}: step {step}\n" for step in range(3) for rank in range(4)) + ends
+    for rank in range(4):
+        lines = raised("job.TimeUp: SIGTERM received", 70 + rank).splitlines()
+        text += "".join(f"{rank}: {line}\n" for line in lines)
+    (tmp_path / "slurm-4.out").write_text(text)
+    top = diagnose(open_run(tmp_path))[0]
+    assert not top.culprits
+    assert "TIME LIMIT" in top.headline
