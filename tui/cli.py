@@ -19,7 +19,7 @@ from titan_ckpt.console.picture import add_force_flag
 from titan_ckpt.errors import UsageError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
-from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.content import Content, opened
 from titan_ckpt.tui.driver import driver_after
 from titan_ckpt.tui.screenshot import write_screenshot
 from titan_ckpt.tui.terminal import UNUSABLE, ask_background, fitting_theme
@@ -41,7 +41,7 @@ def configure(parser: Parser) -> None:
     """Add PATH and the options of the first screen and the screenshot."""
     parser.epilog = _EPILOG
     parser.add_argument(
-        "path", metavar="PATH", nargs="?", default=".", help="a run, an incident, a folder of dumps or logs"
+        "path", metavar="PATH", nargs="?", default=".", help="a run, an incident, a folder or archive of dumps or logs"
     )
     parser.add_argument(
         "--screen", type=int, choices=range(1, 9), default=0, metavar="1-8", help="first screen to show"
@@ -110,7 +110,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"titan-ckpt tui cannot draw on a terminal with TERM={os.environ['TERM']}; use `titan-ckpt debug PATH` for text, "
             "`--screenshot FILE.svg` for a picture, or set TERM to what the terminal is, such as xterm"
         )
-    content = find_content(arguments.path)
+    with opened(arguments.path) as content:
+        return _show(content, arguments)
+
+
+def _show(content: Content, arguments: argparse.Namespace) -> int:
     if arguments.screenshot:
         app = TitanApp(content, first_screen=arguments.screen, theme=arguments.theme or DARK.name)
         width, height = arguments.size

@@ -28,6 +28,12 @@ class Role(StrEnum):
     GOOD = "good"
     NOTE = "note"
     SPOT = "spot"
+    SPOT_BAD = "spot_bad"
+
+    @property
+    def chosen(self) -> Role:
+        """The role of a cell of this role in the selected column."""
+        return Role.SPOT_BAD if self == Role.BAD else Role.SPOT
 
 
 TextSpan: TypeAlias = tuple[str, Role]

@@ -8,7 +8,12 @@ from dataclasses import replace
 from textual.color import Color
 from textual.theme import BUILTIN_THEMES, Theme
 
-from titan_ckpt.tui.widgets.looks import edge_of, raised_of, readable
+from titan_ckpt.tui.rows import Role
+from titan_ckpt.tui.widgets.looks import edge_of, looks_of, raised_of, readable
+
+# Colours of text that the style sheet names, and what they are in a theme of the terminal's own colours.
+TEXTS: Mapping[str, Role] = {"text-dim": Role.DIM, "text-head": Role.HEAD, "text-bad": Role.BAD}
+ANSI_TEXTS: Mapping[str, str] = {"text-dim": "ansi_default", "text-head": "ansi_default", "text-bad": "ansi_red"}
 
 # Vermilion, yellow, sky blue, reddish purple and bluish green: hues of the Okabe-Ito palette, safe for colour-blind readers.
 DARK = Theme(
@@ -43,9 +48,14 @@ LIGHT = Theme(
 def _with_readable_text(theme: Theme) -> Theme:
     """The theme with text that stands out from the line under the cursor too, as every role does."""
     if theme.ansi:
-        return theme
+        return replace(theme, variables={**theme.variables, **ANSI_TEXTS})
     ink = Color.parse(theme.foreground or ("#e0e0e0" if theme.dark else "#202020"))
-    return replace(theme, foreground=readable(ink, raised_of(theme), edge_of(theme)).hex6)
+    theme = replace(theme, foreground=readable(ink, raised_of(theme), edge_of(theme)).hex6)
+    roles = looks_of(theme).roles
+    text = {name: roles[role].color for name, role in TEXTS.items()}
+    return replace(
+        theme, variables={**theme.variables, **{name: colour.name for name, colour in text.items() if colour}}
+    )
 
 
 THEMES: Mapping[str, Theme] = {

@@ -6,6 +6,8 @@ import argparse
 import random
 import shutil
 import subprocess
+import tarfile
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +166,16 @@ async def test_a_filter_on_training_chooses_whole_plots() -> None:
         assert "loss" in text
         assert "throughput" not in text
         assert any("\u2801" <= character <= "\u28ff" for character in text), "the curve itself"
+
+
+def test_an_archive_is_shown_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    with tarfile.open(tmp_path / "skip.tar.gz", "w:gz") as archive:
+        archive.add(INCIDENTS / "skip", "skip")
+    assert main(["tui", str(tmp_path / "skip.tar.gz"), "--screenshot", str(tmp_path / "seen.svg")]) == 0
+    assert "SKIPPED_COLLECTIVE" in (tmp_path / "seen.svg").read_text()
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_an_unknown_key_of_a_screenshot_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Loadable, Session
-from titan_ckpt.tui.themes import THEMES
+from titan_ckpt.tui.themes import TEXTS, THEMES
 from titan_ckpt.tui.widgets import looks
 from tools.paths import DATA, INCIDENTS
 
@@ -235,6 +236,54 @@ def test_colours_can_be_read_on_their_backgrounds() -> None:
                 ]
                 assert min(ratios) >= 4.5, (theme.name, role, ratios)
         assert contrast(hex_of(found.tab.color), hex_of(found.tab.bgcolor)) >= 4.5, theme.name
+
+
+def test_texts_that_the_style_sheet_colours_can_be_read() -> None:
+    for theme in THEMES.values():
+        if not theme.ansi:
+            for name in TEXTS:
+                assert contrast(theme.variables[name], theme.background or "#121212") >= 4.5, (theme.name, name)
+
+
+@pytest.mark.parametrize("name", ["solarized-light", "solarized-dark"])
+async def test_axis_and_legend_of_the_grid_can_be_read(name: str) -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S, theme=name)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "2")
+        for place in ("#axis", "#legend"):
+            style = app.screen.query_one(place).rich_style
+            assert contrast(hex_of(style.color), hex_of(style.bgcolor)) >= 4.5, place
+
+
+async def test_a_chosen_cell_keeps_the_colour_of_its_fault() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "2 n")
+        spans = [span for at in range(4) for span in app.pane.body.rows.row(at, 100).spans]
+        assert [role for text, role in spans if text.startswith("#")] == [Role.SPOT_BAD]
+
+
+async def test_help_fits_a_narrow_terminal() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "question_mark")
+        lines = screen_text(app).splitlines()
+        assert lines[1].strip().endswith("╮"), lines
+        assert all(len(line.rstrip()) <= 40 for line in lines)
+
+
+async def test_a_tiny_terminal_shows_no_empty_pane() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "6 w")
+        lines = screen_text(app).splitlines()
+        assert not any(
+            a.lstrip().startswith("╭") and b.lstrip().startswith("╰") for a, b in itertools.pairwise(lines)
+        ), lines
 
 
 def test_the_text_is_never_weaker_than_what_stands_behind_it() -> None:

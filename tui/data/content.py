@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from titan_ckpt.debug.incident.records import Flag
+from titan_ckpt.debug.read.archives.unpack import is_archive, unpacked_archives
 from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.format.names import parse_foreign_step
-from titan_ckpt.location import local_path, parse_location, redact, scheme
+from titan_ckpt.location import local_path, normalise, parse_location, redact, scheme
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -70,6 +73,22 @@ def find_content(url: str, incident: str | None = None) -> Content:
         raise StoreError(
             f"{redact(url)}: {error.strerror} ({error.filename}); open a folder whose files are all readable"
         ) from error
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Content]:
+    """What `find_content` finds, for as long as it is shown: an archive on local disk is unpacked into a private folder."""
+    if not is_archive(url) or scheme(url) != "file":
+        yield find_content(url)
+        return
+    folder, _, name = local_path(normalise(url)).rpartition("/")
+    store, flags = open_store(folder or "/"), list[Flag]()
+    with unpacked_archives(store, [store.stat(name)], flags, is_only=True) as inside:
+        try:
+            content = find_content(inside.url)
+        except NotFoundError as error:
+            raise StoreError(f"{redact(url)}: {flags[0].text}" if flags else f"{redact(url)}: {error}") from error
+        yield content
 
 
 def _content(store: Store, url: str, incident: str | None) -> Content:

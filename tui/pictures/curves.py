@@ -121,13 +121,18 @@ def _marks(marks: Mapping[str, Sequence[float]], columns: int, over: Range) -> l
     return [(text, Role.NOTE)] if text else []
 
 
+_VALUE = 11  # columns of a value and the space before it
+
+
 def value_rows(metrics: Metrics, spot: float | None, width: int, other: Metrics | None = None) -> Iterator[Row]:
     """Every value at a step, the newest if none is chosen; beside it that of another run at the same step."""
     if not len(metrics.steps):
         return
     place = int(np.abs(metrics.steps - spot).argmin()) if spot is not None else len(metrics.steps) - 1
     yield row(("step ", Role.DIM), (number(float(metrics.steps[place])), Role.BOLD))
-    longest = min(max((len(title) for title, _ in metrics.panels()), default=0), max(width - 22, 8))
+    longest = min(
+        max((len(title) for title, _ in metrics.panels()), default=0), max(width - (22 if other is not None else 11), 8)
+    )
     others = _values_at(other, float(metrics.steps[place])) if other is not None else {}
     for title, values in metrics.panels():
         beside = f"  {with_unit(title, others[title])}" if title in others else ""

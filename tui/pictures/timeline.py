@@ -93,7 +93,7 @@ def bar_spans(codes: Sequence[int], stop: int = -1, spot: int | None = None) -> 
         glyph, text = BARS[code], BARS[code].char * len(list(same))
         if is_stop and code == 0:
             text, glyph = _STOP, BARS[PENDING]
-        yield text, Role.SPOT if is_spot else glyph.role
+        yield text, glyph.role.chosen if is_spot else glyph.role
 
 
 def axis(window: Window, cells: int) -> str:

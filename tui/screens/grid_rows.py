@@ -167,7 +167,7 @@ def cell_spans(codes: list[int], spot: int | None, stretch: int) -> Iterator[Tex
         glyph = GLYPHS[code]
         word = f" {glyph.label}" if stretch >= _WORDS and code not in (BLANK, DONE) else ""
         if is_spot:
-            yield glyph.char + word, Role.SPOT
+            yield glyph.char + word, glyph.role.chosen
             yield " " * (stretch - 1 - len(word)), Role.PLAIN
         else:
             yield f"{glyph.char + word:<{stretch}}" * len(list(equal)), glyph.role

@@ -16,6 +16,7 @@ from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.pane import Pane
 
 WIDTH, _KEY = 70, 14
+_FRAME = 4  # columns around the text
 COMMON_KEYS = (
     ("1 - 8", "screens: overview, grid, collective, groups, logs, waits, checkpoints, training"),
     (
@@ -55,25 +56,31 @@ class HelpScreen(ModalScreen[None]):
 
     def __init__(self, pane: Pane) -> None:
         super().__init__()
-        self._rows = help_rows(pane)
+        self._pane = pane
 
     def compose(self) -> ComposeResult:
         yield LineView()
 
     def on_mount(self) -> None:
-        view = self.query_one(LineView)
-        view.set_rows(RowList(self._rows))
-        view.focus()
+        self._show()
+        self.query_one(LineView).focus()
+
+    def on_resize(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        width = min(WIDTH, self.app.size.width - _FRAME)
+        self.query_one(LineView).set_rows(RowList(help_rows(self._pane, width)))
 
 
-def help_rows(pane: Pane) -> list[Row]:
-    """Help for a screen."""
+def help_rows(pane: Pane, width: int = WIDTH) -> list[Row]:
+    """Help for a screen, in lines of at most `width`."""
     rows = [
         head(f"{pane.number} {pane.label}"),
-        *_entries(pane.keys),
+        *_entries(pane.keys, width),
         row(),
         head("everywhere"),
-        *_entries(COMMON_KEYS),
+        *_entries(COMMON_KEYS, width),
     ]
     if pane.number == 2:
         rows += [row(), head("operations"), *map(_entry, GLYPHS)]
@@ -82,9 +89,9 @@ def help_rows(pane: Pane) -> list[Row]:
     return [*rows, row(), row(("Plain text, for screen readers: titan-ckpt debug PATH", Role.DIM))]
 
 
-def _entries(keys: Iterable[tuple[str, str]]) -> Iterator[Row]:
+def _entries(keys: Iterable[tuple[str, str]], width: int) -> Iterator[Row]:
     for key, what in keys:
-        for i, line in enumerate(wrapped(what, WIDTH - _KEY)):
+        for i, line in enumerate(wrapped(what, max(width - _KEY, _KEY))):
             yield row((f"{key if i == 0 else '':>{_KEY - 2}}  ", Role.BOLD), line)
 
 
