@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -23,6 +23,7 @@ from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
+from titan_ckpt.debug.read.text.nccl_calls import told_by
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.parsing.unpacking import PACKED
 
@@ -215,6 +216,7 @@ def finish_texts(evidence: RunEvidence) -> None:
     _forget_earlier_attempts(evidence.texts)
     if not evidence.ranks:
         name_ranks(evidence.texts)
+    take_calls(evidence.texts)
     texts = [*evidence.texts, *compared(evidence.progress)]
     logs = combine(texts, pids)
     for rank, found in logs.ranks.items():
@@ -243,6 +245,14 @@ def finish_texts(evidence: RunEvidence) -> None:
     evidence.job_log = _without_ranks_noise(logs.job)
     evidence.hosts, evidence.pids = {**logs.hosts, **evidence.host_of_file}, {**logs.pids, **evidence.pid_of_file}
     _place_processes(evidence, {**{pid: rank for rank, pid in evidence.pids.items()}, **pids})
+
+
+def take_calls(texts: Sequence[JobText]) -> None:
+    """Note what NCCL's logs say of ranks that called otherwise or less than the others, or that never came."""
+    by_source = {text.source: text for text in texts}
+    for told in told_by([text.nccl for text in texts if text.nccl.members]):
+        by_source[told.source].endings.notes.append(told.note)
+        by_source[told.source].num_ranks = max(by_source[told.source].num_ranks, told.size)
 
 
 def _place_processes(evidence: RunEvidence, ranks: Mapping[int, int]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
 from titan_ckpt.debug.read.text.messages import LANDMARKS
+from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
 
@@ -40,10 +41,14 @@ class JobText:
     num_lines: int = 0
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
+    nccl: NcclCalls = field(init=False)
     introduced: set[int] = field(default_factory=set)  # ranks that said who they are
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _is_block: bool = False  # it repeats all that this process wrote
+
+    def __post_init__(self) -> None:
+        self.nccl = NcclCalls(source=self.source)
 
     def take(self, number: int, line: Line) -> None:
         """Account for one written line, its prefixes taken off."""
@@ -58,6 +63,8 @@ class JobText:
         writer = self._quoted_writer(line, writer)
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
+        if line.is_nccl and "anks" in line.text:
+            self.nccl.take(writer, number, line.text, line.task)
         num_notes = len(self.endings.notes)
         if self.endings.take(number, line):
             self._begin_attempt()
