@@ -82,7 +82,8 @@ def open_run(
     if not packed:
         return _read_run(RunEvidence(store=store), place, found)
     flags: list[Flag] = []
-    with unpacked_archives(store, packed, flags, is_only=only is not None) as inside:
+    has_others = any(not is_archive(file.path) for file in found)
+    with unpacked_archives(store, packed, flags, is_only=only is not None, has_others=has_others) as inside:
         place, found = _evidence(inside, None, incident)
         loose = [file for file in found if not is_archive(file.path)]
         return _read_run(RunEvidence(store=inside, flags=flags), place, loose)

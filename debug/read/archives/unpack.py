@@ -8,11 +8,12 @@ archives are unpacked too, DEPTH levels.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -31,6 +32,12 @@ ARCHIVES = (".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2", ".tar", ".tgz", ".zip"
 MOST_MEMBERS = 100_000
 MOST_BYTES = 4 << 30
 DEPTH = 2
+SNIFFED = 32  # members, one of which must look like evidence where other evidence is there: data come in archives, too
+_OF_JOBS = re.compile(
+    r"rank|(?<![a-z])logs?(?![a-z])|dump|trace|stack|stderr|stdout|console|slurm|dmesg|journal|messages|attempt_|incident"
+    r"|\.(?:out|err|box|pickle|pkl)(?:\.|$)",
+    re.IGNORECASE,
+)
 
 
 def is_archive(path: str) -> bool:
@@ -42,6 +49,22 @@ def to_unpack(files: Sequence[EvidenceFile]) -> list[EvidenceFile]:
     """The archives among `files`. One that stands beside a folder of its name is taken for that folder's copy."""
     folders = {place for file in files for place in _places(file.path)}
     return [file for file in files if is_archive(file.path) and _bare(file.path) not in folders]
+
+
+class _NoEvidenceError(Exception):
+    """An archive holds no member that may be evidence."""
+
+
+def _sniffed(members: Iterator[Member]) -> Iterator[Member]:
+    """The members, if the first of them have names that evidence may have; captions and images of a data set have others."""
+    is_of_job = False
+    for number, member in enumerate(members):
+        is_of_job = is_of_job or is_archive(member.path) or _OF_JOBS.search(member.path) is not None
+        if not is_of_job and number >= SNIFFED:
+            break
+        yield member
+    if not is_of_job:
+        raise _NoEvidenceError
 
 
 def _places(path: str) -> Iterator[str]:
@@ -61,17 +84,26 @@ def _ending(path: str) -> str:
 
 @contextmanager
 def unpacked_archives(
-    store: Store, archives: Sequence[EvidenceFile | ObjectInfo], flags: list[Flag], *, is_only: bool
+    store: Store,
+    archives: Sequence[EvidenceFile | ObjectInfo],
+    flags: list[Flag],
+    *,
+    is_only: bool,
+    has_others: bool = False,
 ) -> Iterator[Store]:
     """`store` with the members of its archives as files below the archives' names; if `is_only`, the members of one alone.
+    `has_others`: there is other evidence, so an archive of data is left alone.
 
     What is wrong with an archive is added to `flags`. The private folder is removed at the end.
     """
     with tempfile.TemporaryDirectory(prefix="titan-ckpt-") as scratch:
-        unpacking = _Unpacking(root=Path(scratch) / "files", spool=Path(scratch) / "spool", flags=flags)
+        unpacking = _Unpacking(
+            root=Path(scratch) / "files", spool=Path(scratch) / "spool", flags=flags, has_others=has_others
+        )
         unpacking.root.mkdir()
         for archive in archives:
             unpacking.unpack(store, archive.path, archive.size_bytes, archive.path)
+        unpacking.tell_left_alone()
         if is_only:
             yield UnpackedFolder(unpacking.root / archives[0].path, store.where(archives[0].path))
         else:
@@ -85,16 +117,23 @@ class _Unpacking:
     root: Path
     spool: Path
     flags: list[Flag]
-    members: int = MOST_MEMBERS
-    size_bytes: int = MOST_BYTES
+    has_others: bool
+    left_alone: list[str] = field(default_factory=list)
+    members: int = field(default_factory=lambda: MOST_MEMBERS)
+    size_bytes: int = field(default_factory=lambda: MOST_BYTES)
 
     def unpack(self, store: Store, path: str, packed_bytes: int, shown: str, depth: int = 1) -> None:
         """The members of the archive at `path` become files in the folder `shown`."""
         left_out = Counter[str]()
         least = max(0, self.size_bytes - UNPACKED_FREE - MAX_RATIO * packed_bytes)
+        before, members = self.size_bytes, self._members(store, path, packed_bytes, left_out)
         try:
-            for member in self._members(store, path, packed_bytes, left_out):
+            for member in _sniffed(members) if self.has_others and depth == 1 else members:
                 self._take(member, shown, least, depth, left_out)
+        except _NoEvidenceError:
+            rmtree(self.root / shown, ignore_errors=True)
+            self.size_bytes = before
+            self.left_alone.append(shown)
         except (UnpacksTooLargeError, OSError) as error:
             rmtree(self.root / shown, ignore_errors=True)
             self._flag(f"not read: {error}"[:300], shown)
@@ -102,6 +141,12 @@ class _Unpacking:
             self._flag(f"{error}"[:300], shown)
         if said := ", ".join(f"{count} {what}" for what, count in left_out.items() if count):
             self._flag(f"left out: {said}", shown)
+
+    def tell_left_alone(self) -> None:
+        """One flag for all archives of data."""
+        if self.left_alone:
+            more = f", as {len(self.left_alone) - 1} more are" if len(self.left_alone) > 1 else ""
+            self._flag(f"left alone{more}: no member's name is one of evidence", self.left_alone[0])
 
     def _flag(self, text: str, shown: str) -> None:
         self.flags.append(Flag(flag=FlagKind.DUMP_CORRUPT, text=text, source=shown))

@@ -26,7 +26,7 @@ def name_ranks(texts: Sequence[JobText]) -> None:
     where no name and no other line says otherwise."""
     if any(writer[0] in _PLACES for text in texts for writer in text.writers) or any(map(_is_launchers, texts)):
         return
-    own = {min(text.introduced): text for text in texts if len(text.introduced) == 1}
+    own = {text.introduced: text for text in texts if text.introduced is not None}
     if len(own) == len(texts) > 1 and set(own) == set(range(len(own))):
         for rank, text in own.items():
             text.writers[("rank", "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))

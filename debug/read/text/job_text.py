@@ -42,7 +42,7 @@ class JobText:
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
     nccl: NcclCalls = field(init=False)
-    introduced: set[int] = field(default_factory=set)  # ranks that said who they are
+    introduced: int | None = None  # the rank that said first who it is
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _is_block: bool = False  # it repeats all that this process wrote
@@ -147,7 +147,8 @@ class JobText:
 
     def _introduce(self, rank: int, pid: str | None) -> None:
         """A line such as `rank 3/8 pid 4711`, by which a program says who it is."""
-        self.introduced.add(rank)
+        if self.introduced is None:
+            self.introduced = rank
         if pid:
             self.links.setdefault(("pid", "", int(pid)), rank)
 

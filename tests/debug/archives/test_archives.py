@@ -148,6 +148,22 @@ def test_an_archive_in_an_object_store_given_itself_is_read() -> None:
     assert diagnose(open_run("memory://kept/dumps.zip"))[0].culprits == (1,)
 
 
+def test_shards_of_data_beside_evidence_are_left_alone(tmp_path: Path) -> None:
+    for name, data in DEAD.items():
+        (tmp_path / name).write_bytes(data)
+    captions = {f"{number:06d}.txt": b"a photo of rank 7\n" for number in range(40)}
+    (tmp_path / "shard-00000.tar").write_bytes(tarred(captions))
+    run = open_run(tmp_path)
+    assert (diagnose(run)[0].culprits, run.world_size) == ((1,), 3)
+    assert [flag.source for flag in run.flags if "left alone" in flag.text] == ["shard-00000.tar"]
+
+
+def test_an_archive_alone_in_a_folder_is_read_whatever_its_names(tmp_path: Path) -> None:
+    text = "".join(f"[rank1]: {line}\n" for line in OWN.splitlines()).encode()
+    (tmp_path / "bundle.zip").write_bytes(zipped({"everything.txt": text}))
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
 def test_what_macos_packs_beside_files_is_no_evidence(tmp_path: Path) -> None:
     beside = {f"__MACOSX/._{name}": b"\0\5\x16\7" for name in DEAD} | {f"job/._{name}": b"\0\5" for name in DEAD}
     (tmp_path / "mac.zip").write_bytes(zipped({**{f"job/{name}": data for name, data in DEAD.items()}, **beside}))
@@ -200,7 +216,7 @@ def test_a_bomb_is_refused_in_one_line(tmp_path: Path, scratch: Path, ending: st
 
 @pytest.mark.parametrize("ending", PACKERS)
 def test_very_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    monkeypatch.setattr(unpack._Unpacking.__init__, "__defaults__", (50, unpack.MOST_BYTES))
+    monkeypatch.setattr(unpack, "MOST_MEMBERS", 50)
     (tmp_path / f"many{ending}").write_bytes(PACKERS[ending]({f"{number}.log": b"x" for number in range(60)}))
     assert any("members" in text for text in said(tmp_path))
 

@@ -24,6 +24,13 @@ def test_a_log_that_names_another_rank_is_not_given_to_it(tmp_path: Path) -> Non
     assert not first_verdict(tmp_path).culprits
 
 
+def test_who_a_log_names_first_is_its_rank(tmp_path: Path) -> None:
+    for rank, name in enumerate(("gpu-c", "gpu-a", "gpu-b")):
+        text = f"rank {rank}/3 pid 41{rank}1\nwaiting for rank 0 of 3\n{OWN if rank == 1 else PEER}"
+        (tmp_path / f"{name}.log").write_text(text)
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
 def test_a_crash_of_a_process_is_that_of_its_rank(tmp_path: Path) -> None:
     ranks = "".join(f"rank {rank} pid {4120 + rank} started\n" for rank in range(4))
     (tmp_path / "slurm-5.out").write_text(
