@@ -1,11 +1,8 @@
-"""A vision transformer that classifies images, with data sources of its own.
+"""A vision transformer that classifies images, with a data source of its own.
 
     titan-ckpt train examples/vit.toml --module examples/vit.py --set mesh.pp=2 --set mesh.dp_shard=2
-    pip install 'titan-ckpt[train,examples]'
-    titan-ckpt train examples/vit_digits.toml --module examples/vit.py --set mesh.dp_shard=2 --set mesh.tp=2
 
-`Images` are smooth patterns, one per class, moved and covered with noise: made from their number alone. `Digits` are the 1797
-handwritten digits that scikit-learn brings with it. Nothing is downloaded. Replace them with your own files.
+`Images` are smooth patterns, one per class, moved and covered with noise, made from their number alone.
 
 Shapes: B batch, C channels, P patches, D model dim.
 """
@@ -13,15 +10,13 @@ Shapes: B batch, C channels, P patches, D model dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_ckpt.errors import MissingExtraError
-from titan_ckpt.trainer import Accuracy, Colwise, ModelSpec, Normal, Region, Rowwise, Shared, Whole
-from titan_ckpt.trainer.seams.model import Initial, usual_initial
+from titan_ckpt.trainer import Accuracy, Colwise, ModelSpec, Region, Rowwise, Shared, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +32,12 @@ class VitConfig:
     num_classes: int = 10
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagesConfig:
-    """The table `[images]`."""
-
-    source: Literal["generated", "digits"] = "generated"
-
-
 class Embed(nn.Module):
     """Patches as tokens, with learned positions."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
-        size = config.patch_size
-        self.patches = nn.Conv2d(config.channels, config.dim, size, stride=size)
+        self.patches = nn.Conv2d(config.channels, config.dim, size := config.patch_size, stride=size)
         self.positions = nn.Parameter(torch.empty((config.image_size // size) ** 2, config.dim))
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
@@ -127,20 +114,7 @@ def model(config: VitConfig) -> ModelSpec:
             "blocks.*.norm_[12]": Shared(),
             "classify": Whole(),
         },
-        initial=lambda fqn: initial(fqn, config),
     )
-
-
-def initial(fqn: str, config: VitConfig) -> Initial:
-    """Weights that keep the size of what they multiply: 1 / sqrt(inputs)."""
-    usual = usual_initial(fqn)
-    if not isinstance(usual, Normal) or fqn == "embed.positions":
-        return usual
-    if fqn == "embed.patches.weight":
-        inputs = config.channels * config.patch_size**2
-    else:
-        inputs = 4 * config.dim if fqn.endswith("mlp.2.weight") else config.dim
-    return Normal(std=inputs**-0.5)
 
 
 class Images:
@@ -150,12 +124,9 @@ class Images:
 
     def __init__(self, config: VitConfig, num_samples: int) -> None:
         self._config, self._num_samples = config, num_samples
+        self.fingerprint = f"generated images, version 1, {num_samples}, {config}"
         axis = torch.linspace(0.0, 6.283, config.image_size)
         self._y_HW, self._x_HW = torch.meshgrid(axis, axis, indexing="ij")
-
-    @property
-    def fingerprint(self) -> str:
-        return f"generated images, version 1, {self._num_samples}, {self._config}"
 
     def __len__(self) -> int:
         return self._num_samples
@@ -165,38 +136,14 @@ class Images:
         draw = torch.Generator().manual_seed(index)
         label = index % self._config.num_classes
         dx, dy = 0.5 * torch.randn(2, generator=draw)
-        waves = [torch.sin((1 + label % 5) * (self._x_HW + dx) + c + label // 5 * (self._y_HW + dy)) for c in range(3)]
-        image = torch.stack(waves)
+        waves = (torch.sin((1 + label % 5) * (self._x_HW + dx) + c + label // 5 * (self._y_HW + dy)) for c in range(3))
+        image = torch.stack(list(waves))
         return {"images": image + 0.3 * torch.randn(image.shape, generator=draw), "labels": torch.tensor(label)}
 
 
-class Digits:
-    """The digits of scikit-learn (the test set of UCI's "Optical Recognition of Handwritten Digits"), 8 x 8, one channel."""
-
-    losses_per_sample = 1
-    fingerprint = "sklearn.datasets.load_digits, divided by 16, minus 0.5"
-
-    def __init__(self) -> None:
-        try:
-            from sklearn.datasets import load_digits  # an extra
-        except ImportError as error:
-            raise MissingExtraError("scikit-learn", "examples", "the digits") from error
-        found = load_digits()
-        self._images_NCHW = torch.from_numpy(found.images).float()[:, None] / 16.0 - 0.5
-        self._labels_N = torch.from_numpy(found.target).long()
-
-    def __len__(self) -> int:
-        return len(self._labels_N)
-
-    def sample(self, index: int) -> dict[str, Tensor]:
-        """`images` [1, 8, 8] and `labels`, a number."""
-        return {"images": self._images_NCHW[index], "labels": self._labels_N[index]}
-
-
-tables = {"images": ImagesConfig}
 metrics = {"accuracy": Accuracy()}
 
 
-def data(config: Any) -> Images | Digits:
+def data(config: Any) -> Images:
     """The images; `validation.fraction` holds some of them out."""
-    return Digits() if config.images.source == "digits" else Images(config.model, num_samples=4096)
+    return Images(config.model, num_samples=4096)

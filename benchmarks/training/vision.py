@@ -21,7 +21,7 @@ from tools.report import Measurement, write_section
 STEPS, HALF = 60, 30
 ACCURACY_BAR, LOSS_BAR = 0.9, 1e-3
 TITLE = "Vision: a ViT that reads handwritten digits"
-NOTES = """`examples/vit.py` with `examples/vit_digits.toml`: 4 layers, dim 64, patches of 4 x 4; 60 steps of 64 of the 1438
+NOTES = """`examples/vit_digits.py` and `vit_digits.toml`: 4 layers, dim 64, patches of 4 x 4; 60 steps of 64 of the 1438
 images that are not held out; accuracy on the 359 that are. Four ranks over gloo on dp_shard=2,tp=2; then, from its checkpoint
 of step 30, resharded by `titan-ckpt reshard`, four ranks on dp_shard=4. Losses are compared over steps 31 to 60."""
 
@@ -42,7 +42,7 @@ def train(run: Path, ranks: int, *sets: str) -> None:
     )
     fixed = (f"save.url={run}", "train.device=cpu", "log.tensorboard=false")
     more = [part for text in (*fixed, *sets) for part in ("--set", text)]
-    config, module = EXAMPLES / "vit_digits.toml", EXAMPLES / "vit.py"
+    config, module = EXAMPLES / "vit_digits.toml", EXAMPLES / "vit_digits.py"
     command("train", str(config), "--module", str(module), "--nproc", str(ranks), *more)
 
 

@@ -23,7 +23,7 @@ def _run(folder: Path, **parts: Any) -> dict[int, float]:
     tables = tomllib.loads((EXAMPLES / "vit.toml").read_text())
     tables |= {"log": {"tensorboard": False, "progress": False}}
     sets = (f"log.folder={folder}", "train.steps=3", "train.device=cpu", "model.dim=32", "model.n_layers=2")
-    run(tables, sets=sets, model=vit.model, data=vit.data, tables=vit.tables, **parts)
+    run(tables, sets=sets, model=vit.model, data=vit.data, **parts)
     return read_losses(folder)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from examples import gpt2, vit
+from examples import diffusion, gpt2, vit
 from tests.extending.odd_model import odd
 from tests.support.training_runs import read_losses
 from titan_ckpt.cli.main import main
@@ -24,6 +24,7 @@ from tools.training.mesh_cases import mesh
 
 STEPS, BATCH, SEQ_LEN = 6, 8, 16
 VIT = vit.VitConfig(image_size=8, patch_size=4, dim=32)
+DIT = diffusion.DitConfig(num_patches=6, patch_numbers=8, dim=32)
 GPT2 = gpt2.Gpt2Config(vocab_size=64, dim=32, n_layers=4, n_heads=4, max_seq_len=64)
 
 
@@ -42,9 +43,12 @@ def _plain(spec: ModelSpec, batches: Any) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     losses = []
     for step in range(STEPS):
-        x, *others = batches(step).values()
-        logits = model(x)
-        loss = nn.functional.cross_entropy(logits.flatten(0, -2), others[0].flatten())
+        batch = batches(step)
+        output = model(*(batch[name] for name in spec.inputs if name in batch))
+        if isinstance(spec.loss, diffusion.SquaredError):
+            loss = nn.functional.mse_loss(output, batch["noise"])
+        else:
+            loss = nn.functional.cross_entropy(output.flatten(0, -2), batch["labels"].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -61,7 +65,7 @@ def _parallel(_rank: int, spec_of: Any, argument: Any, parallel: ParallelConfig,
     size, losses = BATCH // model.data_degree, []
     for step in range(STEPS):
         mine = {name: value[model.data_rank * size :][:size] for name, value in batches(step).items()}
-        count = batches(step)["labels"].numel()
+        count = spec.loss.count(batches(step))
         loss = model.forward_backward(mine, count=count)
         losses.append(float(model.reduce_loss(loss)) / count)
         model.clip_grad_norm(1.0)
@@ -92,6 +96,17 @@ def _images(step: int) -> dict[str, torch.Tensor]:
 def test_a_vision_transformer_equals_plain_pytorch(ranks: RankPool) -> None:
     meshes = [mesh(dp_shard=2, tp=2), mesh(pp=2, dp_shard=2)]
     _assert_alike(ranks, vit.model, VIT, _images, meshes)
+
+
+def _waves(step: int) -> dict[str, torch.Tensor]:
+    source = diffusion.Waves(DIT, num_samples=64)
+    return collate([source.sample(BATCH * (step % 2) + i) for i in range(BATCH)])
+
+
+@pytest.mark.dist
+def test_a_diffusion_transformer_equals_plain_pytorch(ranks: RankPool) -> None:
+    meshes = [mesh(dp_shard=2, tp=2), mesh(pp=2, dp_shard=2)]
+    _assert_alike(ranks, diffusion.model, DIT, _waves, meshes)
 
 
 @pytest.mark.dist

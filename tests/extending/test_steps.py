@@ -182,7 +182,7 @@ def test_metrics_and_validation_sets_have_numbers_of_their_own(tmp_path: Path) -
     few = {"few": lambda config: vit.Images(config.model, num_samples=17)}
     metrics = {"threes": _Threes(), "accuracy": Accuracy()}
     sets = (f"log.folder={tmp_path}", "train.steps=2", "train.device=cpu", "model.dim=32", "model.n_layers=2")
-    parts: dict[str, Any] = {"model": vit.model, "data": vit.data, "tables": vit.tables}
+    parts: dict[str, Any] = {"model": vit.model, "data": vit.data}
     parts |= {"validation": few, "metrics": metrics}
     run(tables, sets=sets, **parts)
     run(tables, sets=(*sets, "validation.fraction=0.02", "train.steps=2"), **parts)

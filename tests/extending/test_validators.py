@@ -42,7 +42,7 @@ def _run(folder: Path, *sets: str, **parts: Any) -> None:
     tables |= {"log": {"tensorboard": False, "progress": False}, "validation": {"every": 2, "samples": 10}}
     usual = (f"save.url={folder}", "train.steps=2", *SMALL, "optimizer.schedule=constant", "train.global_batch_size=8")
     few = {"few": lambda config: vit.Images(config.model, num_samples=7)}
-    run(tables, sets=(*usual, *sets), model=vit.model, data=vit.data, validation=few, tables=vit.tables, **parts)
+    run(tables, sets=(*usual, *sets), model=vit.model, data=vit.data, validation=few, **parts)
 
 
 @dataclass(frozen=True)

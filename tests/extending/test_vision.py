@@ -14,7 +14,7 @@ ACCURACY = 0.85  # of guesses by chance, a tenth are right
 def _train(run: Path, *sets: str) -> int:
     fixed = (f"save.url={run}", "train.device=cpu", "train.microbatch_size=64", "log.tensorboard=false")
     more = [part for text in (*fixed, "log.progress=false", *sets) for part in ("--set", text)]
-    return main(["train", str(EXAMPLES / "vit_digits.toml"), "--module", str(EXAMPLES / "vit.py"), *more])
+    return main(["train", str(EXAMPLES / "vit_digits.toml"), "--module", str(EXAMPLES / "vit_digits.py"), *more])
 
 
 def test_a_vision_transformer_reads_digits_after_a_reshard(tmp_path: Path) -> None:

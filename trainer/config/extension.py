@@ -202,11 +202,8 @@ def _entry_point(source: str) -> object | None:
 def _import(source: str) -> ModuleType:
     with _importing(source):
         if not source.endswith(".py"):
-            sys.path.insert(0, os.getcwd())
-            try:
+            with _findable(os.getcwd()):
                 return importlib.import_module(source)
-            finally:
-                sys.path.remove(os.getcwd())
         path = os.path.abspath(source)
         name = os.path.basename(path).removesuffix(".py")
         if name in sys.modules or name in sys.stdlib_module_names:
@@ -216,8 +213,19 @@ def _import(source: str) -> ModuleType:
             raise ConfigError(f"--module {source}: no such file")
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module  # dataclasses look their module up there
-        found.loader.exec_module(module)
+        with _findable(os.path.dirname(path)):
+            found.loader.exec_module(module)
         return module
+
+
+@contextmanager
+def _findable(folder: str) -> Iterator[None]:
+    """Modules of a folder can be imported, as those beside a script."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 @contextmanager
