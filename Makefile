@@ -61,6 +61,7 @@ release: $(READY) ## check, build and try out a release; publishes nothing (ARGS
 
 reshard-matrix: $(READY) ## train on each of 11 meshes, reshard to each, resume: bit-equal losses (minutes)
 	$(BIN)/python -m benchmarks.resharding.reshard_matrix
+	$(BIN)/python -m benchmarks.resharding.reshard_matrix --mixture
 
 experts: $(READY) ## train mixtures on meshes of 2, 4 and 8 ranks: the losses and experts of one process (minutes)
 	$(BIN)/python -m benchmarks.training.expert_campaign $(ARGS)

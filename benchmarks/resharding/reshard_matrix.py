@@ -1,12 +1,15 @@
 """Reshard offline from every mesh to every mesh over gloo, then resume training: `make reshard-matrix`.
 
-For each of 121 pairs, every rank's state and the losses of the next 10 steps must equal those of an online load of the
-source, bit for bit. Prints a line per pair and writes the table to docs/performance.md; exit code 1 if a pair differs.
-Takes minutes; the tests cover eight of the pairs.
+    python -m benchmarks.resharding.reshard_matrix [--mixture]
+
+For each pair, every rank's state and the losses of the next 10 steps must equal those of an online load of the source, bit for
+bit; with `--mixture` of a mixture of experts, on meshes with and without `ep`. Prints a line per pair and writes the table to
+docs/performance.md; exit code 1 if a pair differs. Takes minutes; the tests cover some of the pairs.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -20,9 +23,13 @@ from tools.report import Measurement, write_section
 from tools.training.curves import relative_error
 from tools.training.resume_matrix import STEPS_AFTER, resume_both_ways, train_and_save
 
-MESHES = (
+DENSE = (
     "1", "dp_shard=2", "dp_shard=4", "dp_replicate=2,dp_shard=2", "tp=2", "dp_shard=2,tp=2", "pp=2", "pp=2,dp_shard=2",
     "pp=2,tp=2", "cp=2", "pp=2,dp_shard=2,tp=2",
+)  # fmt: skip
+MIXTURES = (
+    "1", "dp_shard=2", "ep=2", "tp=2", "dp_shard=4", "dp_shard=2,ep=2", "ep=4", "dp_replicate=2,ep=2", "ep=2,tp=2",
+    "pp=2,ep=2", "cp=2,ep=2",
 )  # fmt: skip
 # A sum over different rank groups rounds differently, and ten training steps compound the difference.
 OTHER_MESH_BAR = 1e-4
@@ -50,9 +57,10 @@ def parallel(mesh: str) -> ParallelConfig:
     return ParallelConfig(
         pp=spec.degree("pp"),
         dp_replicate=spec.degree("dp_replicate"),
-        dp_shard=spec.degree("dp_shard"),
+        dp_shard=spec.degree("dp_shard") * spec.degree("ep"),
         cp=spec.degree("cp"),
         tp=spec.degree("tp"),
+        ep=spec.degree("ep"),
     )
 
 
@@ -69,10 +77,11 @@ def source_url(folder: Path, mesh: str) -> str:
     return str(folder / "trained" / mesh)
 
 
-def compare(pool: RankPool, folder: Path, source: str, target: str) -> Pair:
+def compare(pool: RankPool, folder: Path, source: str, target: str, *, is_mixture: bool) -> Pair:
     """Reshard, and resume both ways."""
     out = str(folder / "resharded" / f"{source}-{target}")
-    online, offline = resume_both_ways(pool, parallel(target), source_url(folder, source), out, target)
+    url = source_url(folder, source)
+    online, offline = resume_both_ways(pool, parallel(target), url, out, target, is_mixture=is_mixture)
     return Pair(
         source=source,
         target=target,
@@ -82,20 +91,20 @@ def compare(pool: RankPool, folder: Path, source: str, target: str) -> Pair:
     )
 
 
-def run(folder: Path) -> list[Pair]:
+def run(folder: Path, meshes: tuple[str, ...], *, is_mixture: bool) -> list[Pair]:
     """The whole matrix."""
-    worlds = by_world(MESHES)
-    for world, meshes in worlds.items():
+    worlds = by_world(meshes)
+    for world, targets in worlds.items():
         with RankPool(world) as pool:
-            for mesh in meshes:
-                pool.run(train_and_save, parallel(mesh), source_url(folder, mesh))
+            for mesh in targets:
+                pool.run(train_and_save, parallel(mesh), source_url(folder, mesh), is_mixture)
     pairs = []
     for world, targets in worlds.items():
         with RankPool(world) as pool:
-            for source, target in ((source, target) for target in targets for source in MESHES):
-                pairs.append(compare(pool, folder, source, target))
+            for source, target in ((source, target) for target in targets for source in meshes):
+                pairs.append(compare(pool, folder, source, target, is_mixture=is_mixture))
                 verdict = "equal" if pairs[-1].holds else "DIFFERS"
-                sys.stderr.write(f"{len(pairs):3}/{len(MESHES) ** 2} {source:26} -> {target:26} {verdict}\n")
+                sys.stderr.write(f"{len(pairs):3}/{len(meshes) ** 2} {source:26} -> {target:26} {verdict}\n")
     return pairs
 
 
@@ -129,12 +138,16 @@ def bars(pairs: list[Pair]) -> list[Measurement]:
 
 def main() -> int:
     """Run, print and record; return 1 if a pair differs."""
-    started = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts")
+    is_mixture, started = parser.parse_args().mixture, time.monotonic()
+    meshes = MIXTURES if is_mixture else DENSE
     with tempfile.TemporaryDirectory() as folder:
-        found = bars(run(Path(folder)))
-    meshes = "; ".join(MESHES)
-    notes = f"Sources and targets: {meshes}. {time.monotonic() - started:.0f} s on gloo."
-    write_section("reshard-matrix", "Resuming after a reshard, every mesh to every mesh", found, notes)
+        found = bars(run(Path(folder), meshes, is_mixture=is_mixture))
+    notes = f"Sources and targets: {'; '.join(meshes)}. {time.monotonic() - started:.0f} s on gloo."
+    name = "reshard-matrix mixture" if is_mixture else "reshard-matrix"
+    what = "Resuming a mixture of experts" if is_mixture else "Resuming"
+    write_section(name, f"{what} after a reshard, every mesh to every mesh", found, notes)
     return int(not all(bar.holds for bar in found))
 
 
