@@ -145,8 +145,8 @@ def bad_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def arrange(number: int) -> None:
         true_norm, calls = Parallelized.clip_grad_norm, itertools.count(1)
 
-        def norm(self: Parallelized, max_norm: float) -> torch.Tensor:
-            found = true_norm(self, max_norm)
+        def norm(self: Parallelized, max_norm: float, *, dropped: torch.Tensor | None = None) -> torch.Tensor:
+            found = true_norm(self, max_norm, dropped=dropped)
             return torch.tensor(math.inf) if next(calls) == number else found
 
         monkeypatch.setattr(Parallelized, "clip_grad_norm", norm)
