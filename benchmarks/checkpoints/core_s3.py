@@ -186,7 +186,7 @@ def processor(used: dict[str, list[float]], size_gb: float) -> Measurement:
     """The client's processor time of a save: what an upload takes from training, wherever the server is."""
     per_gb = {name: median(seconds) / size_gb for name, seconds in used.items()}
     return Measurement(
-        what="processor time of the client in an S3 save",
+        what="processor time of the client, per upload",
         figure=f"{per_gb['our save']:.2f} s per GB (the server's: {per_gb['server']:.1f})",
         bar="< FsspecWriter's",
         holds=per_gb["our save"] < per_gb["FsspecWriter"],
