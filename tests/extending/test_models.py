@@ -44,7 +44,8 @@ def _plain(spec: ModelSpec, batches: Any) -> list[float]:
     losses = []
     for step in range(STEPS):
         batch = batches(step)
-        output = model(*(batch[name] for name in spec.inputs if name in batch))
+        first, *others = (name for name in spec.inputs if name in batch and name != "labels")
+        output = model(batch[first], **{name: batch[name] for name in others})
         if isinstance(spec.loss, diffusion.SquaredError):
             loss = nn.functional.mse_loss(output, batch["noise"])
         else:
