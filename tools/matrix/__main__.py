@@ -33,7 +33,7 @@ def full_cells(python: Python, tests: Sequence[str], *, with_cuda: bool) -> Iter
     oldest, pinned = supported_torch()
     versions = torch_versions(python.program, oldest)
     if not versions:
-        yield _left_out(python, "any", f"the registry has no torch >= {oldest} for this Python")
+        yield _left_out(python, "any", f"`{python.program} -m pip index versions torch` lists none from {oldest} on")
     wanted = [version for version in versions if version in (versions[0], pinned, versions[-1])]
     for version in wanted:
         build = torch_build(python.program, version)
