@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from signal import Signals
@@ -15,6 +15,7 @@ from signal import Signals
 from titan_ckpt.debug.incident.contradictions import is_last_word, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
+from titan_ckpt.debug.read.log_names.services import single_process_hosts
 from titan_ckpt.debug.read.text.endings import Ending, Note
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
@@ -116,7 +117,7 @@ class _Who:
             has_launcher or any(writer[0] in ("rank", "local", "task") for writer in writers) or bool(self.links)
         )
         nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
-        self._nodes = {} if has_places else {**nodes, **_single_process_hosts(writers)}
+        self._nodes = {} if has_places else {**nodes, **single_process_hosts(writers)}
 
     def _learn(self, text: JobText, ending: Ending) -> None:
         if ending.rank is None or (ending.is_task and self.tasks.of_ending(ending) != ending.rank):
@@ -198,23 +199,6 @@ def _offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str,
 
 def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
-
-
-_POD_NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
-_FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
-
-
-def _single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
-    """Where nothing but hosts or nodes is known: their numbers, as in pods of one process (`job-master-0`, `job-worker-1`)."""
-    nodes = {writer: writer[2] for writer in writers if writer[0] == "node"}
-    hosts = [writer for writer in writers if writer[0] == "host" and _POD_NUMBER.search(writer[1])]
-    has_master = any("master" in writer[1] for writer in hosts)
-    of_compose = len(hosts) > 1 and all(writer[1].endswith(_FIRST_REPLICA) for writer in hosts)
-    for writer in hosts:
-        match = _POD_NUMBER.search(writer[1].removesuffix(_FIRST_REPLICA) if of_compose else writer[1])
-        if match is not None and "-" in writer[1]:
-            nodes[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
-    return nodes if len(set(nodes.values())) == len(nodes) else {}
 
 
 # --------------------------------------------------------------------------------------------------------- endings

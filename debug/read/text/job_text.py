@@ -120,7 +120,7 @@ class JobText:
             return ("task", "", line.task)
         if line.node is not None:
             return ("node", "", line.node)
-        return ("host", line.host, 0) if line.host else NOBODY
+        return ("host", line.host, int(line.is_replica)) if line.host else NOBODY
 
     def _named_inside(self, line: Line, writer: Writer) -> Writer:
         """A rank that stands in the text: after a progress bar, or where torch names itself."""

@@ -37,6 +37,7 @@ class Line:
     node: int | None = None
     task: int | None = None
     host: str = ""
+    is_replica: bool = False  # compose made up the host's name: its numbers count from 1
     pid: int | None = None
     time_s: float | None = None
     zone: str = ""  # of that time, as `clocks.zone_of` gives it
@@ -87,6 +88,10 @@ def _rank_on_host(line: Line, match: re.Match[str]) -> None:
 
 def _host(line: Line, match: re.Match[str]) -> None:
     line.host = match["host"]
+
+
+def _replica(line: Line, match: re.Match[str]) -> None:
+    line.host, line.is_replica = match["host"], True
 
 
 def _nccl(line: Line, match: re.Match[str]) -> None:
@@ -147,7 +152,7 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         re.compile(rf"(?P<host>{_NAME}) (?:slurmstepd|slurmd|kubelet|containerd|systemd|python\d?)\[\d{{1,9}}\]: "),
         _host,
     ),
-    ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _host),
+    ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _replica),
     (
         "\tworkerpool",
         re.compile(r"[A-Z]{4,8}\t\d{4}-\d\d-\d\d [\d:.]{8,15}[ +\-\d]{0,7}\t(?P<host>workerpool\d-\d{1,5})\t{1,2}"),

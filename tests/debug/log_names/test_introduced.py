@@ -56,6 +56,18 @@ def test_services_of_compose_are_ranks(tmp_path: Path) -> None:
     assert first_verdict(tmp_path).culprits == (1,)
 
 
+def test_replicas_of_a_compose_service_count_from_one(tmp_path: Path) -> None:
+    lines = [(rank, line) for rank in (1, 0, 2) for line in (OWN if rank == 1 else PEER).splitlines()]
+    (tmp_path / "compose.log").write_text("".join(f"job-trainer-{rank + 1}  | {line}\n" for rank, line in lines))
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
+def test_pods_that_count_from_one_are_not_renumbered(tmp_path: Path) -> None:
+    lines = [(rank, line) for rank in (1, 2) for line in (OWN if rank == 2 else PEER).splitlines()]
+    (tmp_path / "pods.log").write_text("".join(f"[pod/job-worker-{rank}/pytorch] {line}\n" for rank, line in lines))
+    assert first_verdict(tmp_path).culprits == (2,)
+
+
 def test_logs_of_azure_are_the_processes_they_name(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / f"std_log_process_{rank}.txt").write_text(OWN if rank == 1 else PEER)

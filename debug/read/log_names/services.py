@@ -1,0 +1,37 @@
+"""Ranks by the names of hosts, pods and containers that run one process each: `job-master-0`, `job-worker-1`, `trainer-2  |`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from titan_ckpt.debug.read.text.job_text import Writer
+
+_NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
+_FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
+
+
+def single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
+    """Where nothing but hosts or nodes is known: the ranks that their numbers are; none where two have the same number."""
+    writers = [*writers]
+    ranks = {writer: writer[2] for writer in writers if writer[0] == "node"}
+    hosts = [writer for writer in writers if writer[0] == "host" and _NUMBER.search(writer[1])]
+    has_master = any("master" in writer[1] for writer in hosts)
+    are_services = len(hosts) > 1 and all(writer[1].endswith(_FIRST_REPLICA) for writer in hosts)
+    for writer in hosts:
+        match = _NUMBER.search(writer[1].removesuffix(_FIRST_REPLICA) if are_services else writer[1])
+        if match is not None and "-" in writer[1]:
+            ranks[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
+    if not are_services and _are_replicas(ranks):
+        ranks = {writer: number - 1 for writer, number in ranks.items()}
+    return ranks if len(set(ranks.values())) == len(ranks) else {}
+
+
+def _are_replicas(numbers: dict[Writer, int]) -> bool:
+    """Whether these are all replicas of one service of docker compose, which numbers them from 1."""
+    services = {_NUMBER.sub("", writer[1]) for writer in numbers}
+    return (
+        len(services) == 1
+        and all(writer[0] == "host" and writer[2] for writer in numbers)
+        and sorted(numbers.values()) == [*range(1, len(numbers) + 1)]
+    )
