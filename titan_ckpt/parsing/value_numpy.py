@@ -20,8 +20,8 @@ _ARRAYS: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray, ("numpy", "matrix"): np.matrix, ("numpy", "recarray"): np.recarray,
     ("numpy", "memmap"): np.memmap,  # without its file, as pickle gives it back
     **dict.fromkeys([("numpy.rec", "recarray"), ("numpy.core.records", "recarray")], np.recarray),
-    **dict.fromkeys([("numpy.char", "chararray"), ("numpy.core.defchararray", "chararray")], np.char.chararray),
 }  # fmt: skip
+_TEXTS = (("numpy.char", "chararray"), ("numpy.core.defchararray", "chararray"))  # deprecated by numpy 2.5
 _MAX_ITEM_BYTES = 1 << 20
 _REFERENCES = 0x01 | 0x02 | 0x04  # NPY_ITEM_REFCOUNT, NPY_LIST_PICKLE, NPY_ITEM_IS_POINTER
 _MAX_EMPTY_ITEMS = 1 << 16  # of no bytes each, which numpy widens to a character
@@ -84,7 +84,7 @@ def _array(builder: Builder, record: Record) -> Any:
     _version, shape, dtype, is_column_major, raw = builder.value(record.state[0])
     if not isinstance(dtype, np.dtype):
         raise ValueError("an array without a dtype")
-    kind = _ARRAYS[record.args[0].call]
+    kind = np.char.chararray if record.args[0].call in _TEXTS else _ARRAYS[record.args[0].call]
     if isinstance(raw, list) and (dtype.hasobject or dtype.flags & _REFERENCES):
         rows = _items(raw, dtype).reshape(shape)  # listed by rows in a column-major array, too
         return np.array(rows, order="F" if is_column_major else "C").view(kind)
