@@ -112,6 +112,7 @@ PROMISES = (
     _reshard("planning DeepSeek-V3 with Adam, 1,024 -> 256 ranks", "<= 60 s, <= 2 GB", "expert-plan-scale", "^plan"),
     _reshard("load on the target mesh over S3, resharded / not", "shown", "reshard-s3", "^load on"),
     _reshard("every mesh to every mesh, then train on", "bit-equal", "reshard-matrix", "pairs whose"),
+    _reshard("the same with a mixture of experts", "bit-equal", "reshard-matrix mixture", "pairs whose"),
     _train("one loss curve on meshes of 4 ranks", "<= 1e-5", "mesh campaign 4"),
     _train("the same on 8 ranks", "<= 1e-5", "mesh campaign 8"),
     _train("the same on 16 ranks, pp x dp_shard x cp x tp", "<= 1e-5", "mesh campaign 16"),

@@ -178,10 +178,12 @@ def _look(url: str) -> dict[str, int]:
 
 
 def campaign(url: str, kills: int, *, seed: int) -> Outcome:
-    """Kill `kills` jobs, one after another on one run, alternating plain and incremental saves, with retention."""
+    """Kill `kills` jobs in turn on one run with retention: plain and incremental saves, by a thread and by a process."""
     rng, outcome, started, known = random.Random(seed), Outcome(), time.monotonic(), 0
     for number in range(kills):
-        options = SaveOptions(incremental=number % 2 == 1, retention=RetentionPolicy(keep_last=3))
+        options = SaveOptions(
+            incremental=number % 2 == 1, upload_process=number % 4 >= 2, retention=RetentionPolicy(keep_last=3)
+        )
         committed = kill_once(url, options, rng, outcome)
         known = max(check(url, max(known, committed), outcome), known)
         outcome.kills += 1

@@ -9,6 +9,7 @@
         NotFoundError, AlreadyExistsError, PermissionDeniedError, TransientStoreError, ConditionFailedError
       CheckpointError               a checkpoint is missing, damaged, too new or unsafe
         NotCommittedError, DamagedError, NewerFormatError, UnsafeContentError
+      SaveError                     a save failed on some rank
       DataError                     training data that cannot be used
       LoadContractError             checkpoint and model do not match
 
@@ -92,6 +93,10 @@ class UnsafeContentError(CheckpointError):
     def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(what + advice)
         self.what = what
+
+
+class SaveError(TitanError):
+    """A save failed on some rank and nothing was committed. That rank's traceback is a note (`__notes__`), not in the message."""
 
 
 class DataError(TitanError):

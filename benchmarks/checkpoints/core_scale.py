@@ -27,7 +27,7 @@ from titan_ckpt.saving.options import SaveAttempt, SaveRequest
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.state.local_shard import LocalShard
 from titan_ckpt.store.local import FileStore
 from tools.report import Measurement, median, spread, timed, write_section
 

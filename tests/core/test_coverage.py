@@ -36,7 +36,7 @@ from titan_ckpt.format.manifest_json import decode_manifest
 from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.saving.writers import divide
 from titan_ckpt.sharding.tiling import MAX_CORNERS, Flaw, TooIrregularError, find_flaws
-from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.state.local_shard import LocalShard
 from titan_ckpt.store.local import FileStore
 
 STEP = "step-00000001"

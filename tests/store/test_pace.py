@@ -77,7 +77,7 @@ def test_who_waits_is_woken_at_once(end: Callable[[Pace], None]) -> None:
 def test_a_rate_that_misses_the_limit_is_raised(rate: float, expected: float, caplog: pytest.LogCaptureFixture) -> None:
     said = set[str]()
     for _ in range(2):
-        assert fitting_pace(rate, _items(200), give_up_s=100.0, said=said)._bytes_per_s == expected
+        assert fitting_pace(rate, _items(200), give_up_s=100.0, said=said).bytes_per_s == expected
     assert len(caplog.records) == (rate < expected)
     assert not caplog.records or "Raise timeout_s" in caplog.text
 

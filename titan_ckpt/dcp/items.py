@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import UsageError
 from titan_ckpt.state.flatten import flatten, is_value
-from titan_ckpt.state.state_dict import DTYPE_NAME, LocalShard, cut_order, local_shard, plain
+from titan_ckpt.state.local_shard import LocalShard
+from titan_ckpt.state.state_dict import DTYPE_NAME, cut_order, local_shard, plain
 from titan_ckpt.state.subclasses import parts_of
 
 

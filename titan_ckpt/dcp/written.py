@@ -13,7 +13,7 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.format.manifest import DIGEST_BYTES, ChunkTable, ObjectEntry, TensorEntry
 from titan_ckpt.saving.upload import RankPart
 from titan_ckpt.sharding.placement import Shard
-from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.state.local_shard import LocalShard
 
 Paths = Mapping[str, Sequence[str | int]]
 

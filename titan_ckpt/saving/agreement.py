@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import SaveError, UsageError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.names import new_attempt
 from titan_ckpt.format.structure import Structure, merge
@@ -26,9 +26,10 @@ from titan_ckpt.saving.options import SaveRequest
 from titan_ckpt.saving.replicas import Replicas
 from titan_ckpt.saving.writers import Share, divide
 from titan_ckpt.sharding.mesh import MeshSpec
-from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures, save_error
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures, save_error
 from titan_ckpt.state.flatten import FlatState, flatten
-from titan_ckpt.state.state_dict import LocalShard, detached_shard, has_part_of, local_shard
+from titan_ckpt.state.local_shard import LocalShard
+from titan_ckpt.state.state_dict import detached_shard, has_part_of, local_shard
 from titan_ckpt.state.values import Encoder
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from titan_ckpt.errors import CheckpointError, NotCommittedError
 from titan_ckpt.format.manifest import DIGEST_BYTES, FileEntry
 from titan_ckpt.format.names import marks_folder, step_folder
 from titan_ckpt.saving.upload import ChunkKey, Known, RankPart, StoredChunk, chunk_key, part_chunks
-from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.state.local_shard import LocalShard
 from titan_ckpt.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from titan_ckpt.saving.agreement import SavePlan
 from titan_ckpt.saving.options import SaveAttempt, SaveReport
 from titan_ckpt.saving.pace import Pace
-from titan_ckpt.saving.staging import Copies, PayloadSource
-from titan_ckpt.saving.upload import RankPart
+from titan_ckpt.saving.staging import Copies
+from titan_ckpt.saving.upload import PayloadSource, RankPart
 
 
 @dataclass(slots=True, kw_only=True)

@@ -56,8 +56,9 @@ class SaveOptions:
     early enough for every rank to learn of it. It must exceed the longest upload by a quarter. `upload_bytes_per_s` spreads each
     rank's upload, and its copy to the mirror, evenly at that rate, for a steadier training; None is full speed. It ends when
     somebody waits for the save (`wait`, `close`, the next `save`), does not hold for `save_now`, and is raised, which is logged,
-    if an upload would need more than half of its time limit. `phase(name, step)` is entered around ckpt_stage, ckpt_upload and
-    ckpt_commit, for a recorder of hangs.
+    if an upload would need more than half of its time limit. `upload_process` digests and sends by a process of its own, so that
+    the rank's Python does not compete with it; a thread still copies to the mirror. It needs a URL and Linux. `phase(name, step)`
+    is entered around ckpt_stage, ckpt_upload and ckpt_commit, for a recorder of hangs.
     """
 
     mesh: MeshSpec | None = None
@@ -71,6 +72,7 @@ class SaveOptions:
     replicas: Replicas | str = Replicas.EQUAL
     timeout_s: float = 1800.0
     upload_bytes_per_s: float | None = None
+    upload_process: bool = False
     phase: PhaseHook | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class SaveOptions:
         check_word(self.codec, CODECS, "codec")
         check_type(self.retention, "retention", RetentionPolicy, or_none=True, hint="RetentionPolicy(keep_last=3)")
         check_type(self.mirror, "mirror", str, os.PathLike, Store, or_none=True, hint="the URL of the second tier")
-        for name in ("incremental", "is_exclusive"):
+        for name in ("incremental", "is_exclusive", "upload_process"):
             check_flag(getattr(self, name), name)
         check_number(self.timeout_s, "timeout_s", above=0)
         if self.upload_bytes_per_s is not None:

@@ -24,10 +24,12 @@ from typing import Any
 
 from titan_ckpt.arguments import check_type
 from titan_ckpt.checkpoint.kinds import CheckpointKind
+from titan_ckpt.errors import SaveError
 from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
 from titan_ckpt.location import StrPath
 from titan_ckpt.saving.agreement import Agreed, Agreement, Prepared, prepare
+from titan_ckpt.saving.apart.uploader import uploader_for
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
 from titan_ckpt.saving.job import SaveJob, report_of
@@ -46,10 +48,10 @@ from titan_ckpt.saving.second_tier import Mirror
 from titan_ckpt.saving.staging import Copies, Staging, warn_expanded
 from titan_ckpt.saving.tiers import open_tiers
 from titan_ckpt.saving.turns import Turns
-from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
-from titan_ckpt.state.exchange import Failure, RankGroup, SaveError, failure_of, raise_failures
+from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions
+from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures
 from titan_ckpt.store.base import Store
-from titan_ckpt.store.clients.options import Options
+from titan_ckpt.store.clients.options import Options, current_settings, using
 from titan_ckpt.store.time_limit import run_until
 
 log = logging.getLogger(__name__)
@@ -68,8 +70,9 @@ class Saver:
     ) -> None:
         check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
         self._options = options or SaveOptions()
-        timeout_s = self._options.timeout_s
-        self._ranks = RankGroup(timeout_s=timeout_s)
+        with using(storage_options, url, self._options.mirror):
+            self._uploader = uploader_for(url, current_settings(), is_process=self._options.upload_process)
+        self._ranks = RankGroup(timeout_s=self._options.timeout_s)
         self._store, mirror = open_tiers(self._ranks, url, self._options.mirror, storage_options)
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
@@ -78,7 +81,7 @@ class Saver:
         self._committer = Committer(self._store, self._ranks, self._options, mirror=self._mirror)
         self._known = KnownChunks(is_incremental=self._options.incremental)
         self._agreement = Agreement(self._ranks, self._options.mesh, replicas=Replicas(self._options.replicas))
-        self._staging = Staging()
+        self._staging = Staging(is_shared=self._options.upload_process)
         self._pending: SaveHandle | None = None
         self._running: Future[Any] | None = None
         self._uploaded_bytes = 0
@@ -260,6 +263,7 @@ class Saver:
             return
         with ExitStack() as last:
             last.callback(self._ranks.close)
+            last.callback(self._uploader.end)
             last.callback(self._thread.shutdown)
             if self._mirror is not None:
                 last.callback(self._mirror.close)
@@ -278,6 +282,7 @@ class Saver:
             if not pending.is_reported and (error := pending.future.exception()) is not None:
                 log.error("the save of step %d failed as well: %s", pending.step, error)
         self._thread.shutdown()
+        self._uploader.end()
 
     def _phase(self, name: str, step: int) -> AbstractContextManager[Any]:
         return nullcontext() if self._options.phase is None else self._options.phase(name, step)
@@ -342,6 +347,7 @@ class Saver:
                 raise SaveError(f"nothing was committed: the save of step {step} was interrupted")
         except BaseException as error:  # noqa: BLE001  (raised by the caller, once the other ranks know)
             job.pace.stop()  # an upload that was given up writes no more
+            self._uploader.end()
             return failure_of(self._ranks.rank, error), None, error
         return part, replaces, None
 
@@ -349,23 +355,14 @@ class Saver:
         """This rank's part, and on the coordinator what the save replaces."""
         attempt, is_coordinator = job.attempt, self._ranks.is_coordinator
         replaces = found_before(store, attempt.step) if is_coordinator else None
-        part = upload(
-            store,
-            RankContents(
-                items=job.plan.items,
-                source=job.source,
-                objects=job.objects,
-                own_objects=job.plan.objects,
-                copies=job.copies.digests,
-            ),
-            RankFile(step=attempt.step, attempt=attempt.name, rank=self._ranks.rank),
-            UploadOptions(
-                codec=self._options.codec,
-                known=self._known.find(store, job.plan.items),
-                before=job.pace.before,
-                on_bytes=self._count_bytes,
-            ),
-        )
+        contents = RankContents(
+            items=job.plan.items, source=job.source, objects=job.objects, own_objects=job.plan.objects,
+            copies=job.copies.digests,
+        )  # fmt: skip
+        target = RankFile(step=attempt.step, attempt=attempt.name, rank=self._ranks.rank)
+        known = self._known.find(store, job.plan.items)
+        options = UploadOptions(codec=self._options.codec, known=known, on_bytes=self._count_bytes)
+        part = self._uploader.upload(store, contents, target, options, job.pace)
         if is_coordinator:
             for name, data in (attempt.request.assets or {}).items():
                 store.write(f"{step_folder(attempt.step)}/{attempt.name}/{ASSETS}/{name}", [data])

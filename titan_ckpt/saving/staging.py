@@ -9,39 +9,39 @@ that blocks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from titan_ckpt.errors import TitanError
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.torch_blob import align
+from titan_ckpt.saving.apart.shared_memory import SharedMemory
 from titan_ckpt.saving.replicas import bucket_digests
-from titan_ckpt.state.state_dict import LocalShard, as_bytes, detached_shard, plain
+from titan_ckpt.saving.upload import PayloadSource, naming
+from titan_ckpt.state.local_shard import LocalShard
+from titan_ckpt.state.state_dict import as_bytes, detached_shard, plain
 
 log = logging.getLogger(__name__)
 MOST_REPEATS, SHOWN = 16, 10
 
 
-class PayloadSource(Protocol):
-    """Gives an upload the bytes of each item."""
-
-    def payload(self, index: int) -> memoryview:
-        """The raw bytes of the `index`-th item."""
-
-
 class Arena:
     """Host memory for the payloads of one set of items."""
 
-    def __init__(self, items: Sequence[LocalShard], *, is_pinned: bool) -> None:
+    def __init__(self, items: Sequence[LocalShard], *, is_pinned: bool, is_shared: bool = False) -> None:
         self.items = list(items)
-        self._starts, length = [], 0
+        self.starts, length = list[int](), 0
         for item in self.items:
-            self._starts.append(length)
+            self.starts.append(length)
             length = align(length + item.size_bytes)
-        self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
+        self.shared = SharedMemory(length) if is_shared else None
+        if self.shared is None:
+            self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
+        else:
+            self._buffer = torch.frombuffer(self.shared.view, dtype=torch.uint8)
+            if is_pinned:
+                _pin(self._buffer)
         self._stream = torch.cuda.Stream() if is_pinned else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
 
@@ -63,32 +63,36 @@ class Arena:
                 self._bytes(index).view(local.dtype).view(item.sizes).copy_(local, non_blocking=non_blocking)
 
     def _bytes(self, index: int) -> torch.Tensor:
-        start = self._starts[index]
+        start = self.starts[index]
         return self._buffer[start : start + self.items[index].size_bytes]
+
+    def wait(self) -> None:
+        """Wait for a pending copy from a GPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def payload(self, index: int) -> memoryview:
         """The bytes of item `index`; waits for a pending copy from a GPU."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.wait()
         return as_bytes(self._bytes(index))
 
 
-@contextmanager
-def naming(fqn: str) -> Iterator[None]:
-    """Name the tensor in an error of torch while its values are read."""
-    try:
-        yield
-    except TitanError:
-        raise
-    except Exception as error:
-        raise TitanError(f"{fqn}: its values cannot be read: {type(error).__name__}: {error}") from error
+def _pin(buffer: torch.Tensor) -> None:
+    """Register memory for copies that run beside kernels, until `buffer` is freed (torch has no public call for it)."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
 
 
 class Staging:
-    """Where the bytes of each save come from. Keeps one arena, which the next save of the same items uses again."""
+    """Where the bytes of each save come from. Keeps one arena, which the next save of the same items uses again.
 
-    def __init__(self) -> None:
+    `is_shared`: in memory that another process can map.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
         self._arena: Arena | None = None
+        self._is_shared = is_shared
 
     def source(self, items: Sequence[LocalShard], tensors: Sequence[torch.Tensor], *, is_staged: bool) -> PayloadSource:
         """A copy of the tensors that is in the making or done, or the tensors themselves."""
@@ -99,7 +103,7 @@ class Staging:
             return Direct(tensors)
         if self._arena is None or self._arena.items != items:
             self._arena = None  # free the old one before the new one is allocated
-            self._arena = Arena(items, is_pinned=is_on_gpu)
+            self._arena = Arena(items, is_pinned=is_on_gpu, is_shared=self._is_shared)
         self._arena.stage(tensors)
         return self._arena
 

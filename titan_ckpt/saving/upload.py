@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
+from titan_ckpt.errors import TitanError
 from titan_ckpt.format.codec import CODECS, PLANES_ZSTD, encode, encode_head
 from titan_ckpt.format.digest import digest
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.format.manifest import RAW, FileEntry
 from titan_ckpt.format.names import data_file, step_folder
 from titan_ckpt.format.torch_blob import align, envelope
-from titan_ckpt.saving.staging import PayloadSource, naming
 from titan_ckpt.sharding.placement import Shape
 from titan_ckpt.sharding.repeating_columns import Int64s
-from titan_ckpt.state.state_dict import LocalShard
+from titan_ckpt.state.local_shard import LocalShard
 from titan_ckpt.store.base import Buffer, Steady, Store
 
 WINDOW_BYTES = 16 << 20
@@ -69,6 +71,24 @@ class RankPart:
     copy_digests: list[bytes]
     written_bytes: int
     raw_bytes: int
+
+
+class PayloadSource(Protocol):
+    """Gives an upload the bytes of each item."""
+
+    def payload(self, index: int) -> memoryview:
+        """The raw bytes of the `index`-th item."""
+
+
+@contextmanager
+def naming(fqn: str) -> Iterator[None]:
+    """Name the tensor in an error of torch while its values are read."""
+    try:
+        yield
+    except TitanError:
+        raise
+    except Exception as error:
+        raise TitanError(f"{fqn}: its values cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

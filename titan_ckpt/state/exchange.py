@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from titan_ckpt.errors import FAILED, INTERNAL, TitanError
+from titan_ckpt.errors import FAILED, INTERNAL, SaveError, TitanError
 from titan_ckpt.location import redact_text
 
 log = logging.getLogger(__name__)
@@ -27,10 +27,6 @@ MAX_TEXT, MAX_LINE = 32 << 10, 4 << 10
 
 
 T = TypeVar("T")
-
-
-class SaveError(TitanError):
-    """A save failed on some rank and nothing was committed. That rank's traceback is a note (`__notes__`), not in the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

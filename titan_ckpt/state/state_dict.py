@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,35 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_ckpt.errors import TitanError, UsageError
 from titan_ckpt.format.dtypes import ELEMENT_SIZE
 from titan_ckpt.sharding.mesh import AXES, FOLD
-from titan_ckpt.sharding.placement import Box, Placements, Shape, Shard, shard_range
+from titan_ckpt.sharding.placement import Box, Placements, Shard, shard_range
+from titan_ckpt.state.local_shard import LocalShard
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ELEMENT_SIZE}
 DTYPE_NAME = {dtype: name for name, dtype in TORCH_DTYPE.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalShard:
-    """The box of one tensor that a rank holds.
-
-    `placements` are the (axis, tensor dimension) pairs in the order of the cuts, None if the mesh has other axis names.
-    """
-
-    fqn: str
-    dtype: str
-    global_shape: Shape
-    placements: tuple[tuple[str, int], ...] | None
-    offsets: Shape
-    sizes: Shape
-
-    @property
-    def box(self) -> Box:
-        """The shard as a box of the global tensor."""
-        return Box(self.offsets, self.sizes)
-
-    @property
-    def size_bytes(self) -> int:
-        """Raw bytes of the shard."""
-        return self.box.num_elements * ELEMENT_SIZE[self.dtype]
 
 
 def local_shard(fqn: str, tensor: torch.Tensor) -> LocalShard:

@@ -125,6 +125,7 @@ class SaveConfig:
     incremental: bool = False  # reuse unchanged chunks of earlier checkpoints
     compile_cache: bool = False  # keep what mesh.compile made: a resumed run executes it, so only in stores you trust
     upload_bytes_per_s: float = 0.0  # of each rank, spread evenly: for a steadier training; 0: full speed
+    upload_process: bool = False  # digest and send by a process of its own, so that Python does not wait for it (Linux)
     timeout_s: float = 1800.0  # for exchanges between ranks; must exceed the longest upload
     grace_s: float = 300.0  # for the last checkpoint after SIGTERM or SIGINT
 

@@ -71,7 +71,7 @@ EFFECTS: dict[str, Effect] = {
     **_each(Effect.SAME, "validation", "every samples sets"),
     **_each(Effect.SAME, "validation.sets", "name url format text_field"),
     **_each(Effect.SAME, "save", "url mirror every at_end keep_last keep_every codec incremental timeout_s grace_s"),
-    **_each(Effect.SAME, "save", "compile_cache upload_bytes_per_s"),
+    **_each(Effect.SAME, "save", "compile_cache upload_bytes_per_s upload_process"),
     **_each(Effect.SAME, "export", "every url dtype"),
     **_each(
         Effect.SAME, "resume", "auto from model_only other_data check_losses"

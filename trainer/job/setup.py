@@ -261,6 +261,7 @@ def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter:
         mesh=mesh, pipeline=pipeline_record(plan_of(config.spec), config.mesh, mesh), codec=asked.codec,
         incremental=asked.incremental, mirror=asked.mirror or None, retention=retention, timeout_s=asked.timeout_s, phase=phases,
         in_use=no_steps if exporter is None else exporter.steps, upload_bytes_per_s=asked.upload_bytes_per_s or None,
+        upload_process=asked.upload_process,
     )  # fmt: skip
 
 

@@ -1,0 +1,167 @@
+"""Who writes a rank's file: a thread of the rank, or a process of its own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+
+from titan_ckpt.errors import SaveError, UsageError
+from titan_ckpt.location import StrPath, redact, scheme, url_text
+from titan_ckpt.saving.apart.child import SIGNALS
+from titan_ckpt.saving.apart.shared_memory import SharedMemory, is_supported
+from titan_ckpt.saving.apart.task import Command, Done, Failed, Sent, Task
+from titan_ckpt.saving.pace import Pace
+from titan_ckpt.saving.staging import Arena
+from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
+from titan_ckpt.store.base import Store
+from titan_ckpt.store.clients.options import StoreSettings
+
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what tools take a rank by; the process is none
+
+
+class ThreadUploader:
+    """Uploads on the calling thread."""
+
+    def upload(
+        self, store: Store, contents: RankContents, target: RankFile, options: UploadOptions, pace: Pace
+    ) -> RankPart:
+        """See `titan_ckpt.saving.upload.upload`."""
+        return upload(store, contents, target, replace(options, before=pace.before))
+
+    def end(self) -> None:
+        """Nothing to end."""
+
+
+class ProcessUploader(ThreadUploader):
+    """Uploads what was staged in shared memory by a process of its own; started by the first save and after `end`.
+
+    The process is this rank's child, ignores SIGINT, SIGTERM and SIGHUP, and ends with the rank.
+    """
+
+    def __init__(self, url: str, settings: StoreSettings) -> None:
+        self._url, self._settings = url, settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._mapped: SharedMemory | None = None
+        self._sending = threading.Lock()
+
+    def upload(
+        self, store: Store, contents: RankContents, target: RankFile, options: UploadOptions, pace: Pace
+    ) -> RankPart:
+        """Like a thread's; SaveError if the process ends. Values that were not staged are uploaded here."""
+        arena = contents.source
+        if not isinstance(arena, Arena) or arena.shared is None:
+            return super().upload(store, contents, target, options, pace)
+        arena.wait()
+        connection = self._started()
+        new = 0 if self._mapped is arena.shared else arena.shared.size_bytes
+        task = Task(
+            url=self._url, settings=self._settings, items=contents.items, starts=arena.starts, memory_bytes=new,
+            objects=contents.objects, own_objects=contents.own_objects, target=target, codec=options.codec,
+            known=dict(options.known), bytes_per_s=pace.bytes_per_s,
+        )  # fmt: skip
+        with self._lost(target.step):
+            with self._sending:
+                connection.send(task)
+                if new:
+                    send_handle(connection, arena.shared.fd, None)
+            self._mapped = arena.shared
+            with pace.heard(lambda is_stop: self._command(connection, Command.STOP if is_stop else Command.LIFT)):
+                part = _answer(connection, options.on_bytes)
+        return replace(part, copy_digests=contents.copies())
+
+    def end(self) -> None:
+        """End the process, whatever it does; the next upload starts another."""
+        process, self._process, self._connection, self._mapped = self._process, None, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _started(self) -> Connection:
+        if self._process is None or self._connection is None or self._process.poll() is not None:
+            self.end()
+            ours, theirs = socket.socketpair()
+            with theirs, _blocked():
+                self._process = _start(theirs.fileno())
+            self._connection = Connection(ours.detach())
+        return self._connection
+
+    def _command(self, connection: Connection, command: Command) -> None:
+        with self._sending, suppress(OSError):  # the process has ended, which the upload notices
+            connection.send(command)
+
+    @contextmanager
+    def _lost(self, step: int) -> Iterator[None]:
+        process = self._process
+        assert process is not None
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            code = process.wait()
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise SaveError(
+                f"the upload process {process.pid} ended ({how}) while it uploaded step {step}; nothing of it was committed. The "
+                f"next save starts another. SIGKILL: look for the kernel's out-of-memory killer in `dmesg`"
+            ) from error
+
+
+def _start(fd: int) -> subprocess.Popen[bytes]:
+    """The process, with this one's module search path."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-m", "titan_ckpt.saving.apart.child", str(fd), str(os.getpid())]
+    return subprocess.Popen(command, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Block the signals that the process will ignore until it does: it inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _answer(connection: Connection, on_bytes: Callable[[int], None]) -> RankPart:
+    """The part that the process wrote; raises its error."""
+    while True:
+        message: Sent | Done | Failed = connection.recv()
+        if isinstance(message, Sent):
+            on_bytes(message.size_bytes)
+        elif isinstance(message, Done):
+            return message.part
+        else:
+            message.error.add_note(f"in the upload process:\n{message.text}")
+            raise message.error
+
+
+def uploader_for(url: StrPath | Store, settings: StoreSettings, *, is_process: bool) -> ThreadUploader:
+    """UsageError if another process cannot open the store of `url`, or this system has no memory to share with it."""
+    if not is_process:
+        return ThreadUploader()
+    if isinstance(url, Store) or scheme(url_text(url)) == "memory":
+        shown = redact(url.url if isinstance(url, Store) else url_text(url))
+        raise UsageError(
+            f"upload_process: another process opens the store by its URL, which {shown} does not allow (a Store that is open, or "
+            f"memory://); give a URL, or leave upload_process out"
+        )
+    if not is_supported():
+        raise UsageError(f"upload_process needs memfd_create, which {sys.platform} does not have; leave it out")
+    try:
+        pickle.dumps(settings)
+    except Exception as error:  # a value's own __reduce__ can raise anything
+        raise UsageError(
+            f"upload_process: storage_options hold what no other process can get: {type(error).__name__}: {error}"
+        ) from error
+    return ProcessUploader(url_text(url), settings)
