@@ -49,7 +49,7 @@ class ParallelConfig:
     loss_parallel: bool = True  # with tp: logits stay divided over the vocabulary
     async_tp: bool = False  # overlap communication and products of tp; with compile by the compiler, which needs NVLink
     cp_method: Literal["ring", "all_gather"] = "ring"  # how keys and values reach the other ranks of cp
-    attention: Literal["sdpa", "flex"] = "sdpa"  # the kernel: scaled_dot_product_attention or FlexAttention
+    attention: Literal["sdpa", "flex", "varlen"] = "sdpa"  # scaled_dot_product_attention, FlexAttention or varlen_attn
 
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"  # auto: always, but never under pp
     cpu_offload: bool = False  # weights and optimizer state in host memory between uses
@@ -194,10 +194,10 @@ def _check_sequence(spec: ModelSpec, parallel: ParallelConfig, mesh: MeshSpec, s
     cp, tp = mesh.degree("cp"), mesh.degree("tp")
     if spec.max_seq_len is not None and seq_len > spec.max_seq_len:
         raise ConfigError(f"seq_len {seq_len} is longer than the model's max_seq_len {spec.max_seq_len}")
-    if (cp > 1 or parallel.attention == "flex") and not spec.attention:
+    if (cp > 1 or parallel.attention != "sdpa") and not spec.attention:
         raise ConfigError(
-            f"{spec.name}: ModelSpec.attention is empty, so its attention cannot be replaced: cp and attention=flex need "
-            "modules with an attribute `attend`, such as SdpaAttend()"
+            f"{spec.name}: ModelSpec.attention is empty, so its attention cannot be replaced: cp, attention=flex and "
+            "attention=varlen need modules with an attribute `attend`, such as SdpaAttend()"
         )
     if cp > 1 and not spec.sequence:
         raise ConfigError(f"{spec.name}: ModelSpec.sequence is empty, so cp={cp} has no field of a batch to cut")
@@ -239,10 +239,14 @@ def _check_layers(num_blocks: int, parallel: ParallelConfig, stages: int) -> Non
 
 
 def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
-    if parallel.attention == "flex" and mesh.degree("cp") > 1 and parallel.cp_method == "ring":
+    if parallel.attention != "sdpa" and mesh.degree("cp") > 1 and parallel.cp_method == "ring":
         raise ConfigError(
-            f"attention=flex with cp={mesh.degree('cp')}: a ring merges the results of other kernels; set "
+            f"attention={parallel.attention} with cp={mesh.degree('cp')}: a ring merges the results of other kernels; set "
             'mesh.cp_method = "all_gather", or mesh.attention = "sdpa"'
+        )
+    if parallel.attention == "varlen" and parallel.param_dtype == "float32":
+        raise ConfigError(
+            "attention=varlen computes in 16 bits: set mesh.param_dtype to bfloat16 or float16, or use flex"
         )
     if parallel.activation_checkpoint == "budget" and not parallel.compile:
         raise ConfigError("activation_checkpoint=budget is decided by the compiler: set compile=true")

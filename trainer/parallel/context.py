@@ -75,13 +75,13 @@ class AllGatherAttend:
             rows = slice(end - chunk, end)
             theirs, ours = (None, None) if documents_BS is None else (documents_BS[:, :end], documents_BS[:, rows])
             masks.append(visibility_mask(keys_1W[:, rows], keys_1W[:, :end], ours, theirs, self.window))
-        order_W = _key_order(keys_1W.shape[1], self.degree, positions_BS.device)
+        order_W = key_order(keys_1W.shape[1], self.degree, positions_BS.device)
         return GatherPlan(order_W=order_W, lengths=ends, visible_B1ST=(masks[0], masks[1]))
 
     def __call__(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: GatherPlan, sinks_H: Tensor | None = None
     ) -> Tensor:
-        k_BWGK, v_BWGK = _gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
+        k_BWGK, v_BWGK = gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
         halves = [
             sdpa(q_BSGK, k_BWGK[:, :end], v_BWGK[:, :end], seen, is_causal=False, scale=self.scale, sinks_H=sinks_H)
             for q_BSGK, end, seen in zip(q_BSHK.chunk(2, dim=1), mask.lengths, mask.visible_B1ST, strict=True)
@@ -109,21 +109,21 @@ class FlexGatherAttend:
         batch, keys, device = len(positions_BS), positions_BS.shape[1] * self.degree, positions_BS.device
         at_S = head_tail_positions(keys, self.degree, self.rank, device)
         mask = self.flex.block_mask(batch, keys, documents_BS, device, at_S)
-        return FlexPlan(order_W=_key_order(keys, self.degree, device), mask=mask)
+        return FlexPlan(order_W=key_order(keys, self.degree, device), mask=mask)
 
     def __call__(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: FlexPlan, sinks_H: Tensor | None = None
     ) -> Tensor:
-        k_BWGK, v_BWGK = _gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
+        k_BWGK, v_BWGK = gathered(k_BTGK, v_BTGK, mask.order_W, self.group)
         return self.flex(q_BSHK, k_BWGK, v_BWGK, mask.mask, sinks_H)
 
 
-def _key_order(seq_len: int, degree: int, device: torch.device) -> Tensor:
+def key_order(seq_len: int, degree: int, device: torch.device) -> Tensor:
     """order_W: where each key of the sequence is among those of all ranks, one after another."""
     return _all_positions(seq_len, degree, device).flatten().argsort()
 
 
-def _gathered(k_BTGK: Tensor, v_BTGK: Tensor, order_W: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def gathered(k_BTGK: Tensor, v_BTGK: Tensor, order_W: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence, in order; differentiable."""
     kv: Tensor = _GatherSequence.apply(torch.cat([k_BTGK, v_BTGK], dim=-1), group)  # type: ignore[no-untyped-call]
     k_BWGK, v_BWGK = kv[:, order_W].chunk(2, dim=-1)

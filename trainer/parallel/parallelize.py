@@ -32,6 +32,7 @@ from titan_ckpt.trainer.parallel.precision import apply_float8, expert_products,
 from titan_ckpt.trainer.parallel.recompute import apply_activation_checkpointing, apply_compile, splits_backward
 from titan_ckpt.trainer.parallel.stage_forward import compute_loss_in
 from titan_ckpt.trainer.parallel.tensor import TensorMethod, apply_tensor_parallel, compute_on_shards
+from titan_ckpt.trainer.parallel.varlen import VarlenAttend
 from titan_ckpt.trainer.seams.boundary import calling
 from titan_ckpt.trainer.seams.loss import Loss
 from titan_ckpt.trainer.seams.model import ModelSpec
@@ -147,13 +148,13 @@ def mixtures_of(plan: Plan) -> tuple[str, ...]:
 
 
 def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: RankMesh) -> None:
-    """Share attention kernels among blocks with the same window: context parallel if cp > 1, FlexAttention if configured."""
+    """Share attention kernels among blocks with the same window: context parallel if cp > 1, the configured kernel."""
     modules = [module for _, module in here(part, plan.attention)]
-    is_flex = parallel.attention == "flex"
-    if ranks.cp_group is None and not is_flex:
+    if ranks.cp_group is None and parallel.attention == "sdpa":
         return
-    if modules and is_flex and ranks.device.type == "cpu":
-        raise ConfigError("attention=flex on a CPU: torch's FlexAttention has no backward there; use sdpa")
+    if modules and ranks.device.type == "cpu" and parallel.attention != "sdpa":
+        why = "FlexAttention has no backward" if parallel.attention == "flex" else "varlen_attn has no kernel"
+        raise ConfigError(f"attention={parallel.attention} on a CPU: torch's {why} there; use sdpa")
     kernels: dict[tuple[int | None, float | None], Attend] = {}
     for module in modules:
         window, scale = getattr(module.attend, "window", None), getattr(module.attend, "scale", None)
@@ -163,6 +164,8 @@ def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: 
 
 
 def _kernel(window: int | None, scale: float | None, parallel: ParallelConfig, ranks: RankMesh) -> Attend:
+    if parallel.attention == "varlen":
+        return VarlenAttend(ranks.cp_group, window, scale)
     if ranks.cp_group is None:
         return FlexAttend(window, scale)
     if parallel.cp_method == "ring":

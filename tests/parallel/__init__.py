@@ -1,0 +1,1 @@
+"""Tests of parallel training that need no curve of losses."""
