@@ -145,9 +145,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         found = bars(run(Path(folder), meshes, is_mixture=is_mixture))
     notes = f"Sources and targets: {'; '.join(meshes)}. {time.monotonic() - started:.0f} s on gloo."
-    name = "reshard-matrix mixture" if is_mixture else "reshard-matrix"
-    what = "Resuming a mixture of experts" if is_mixture else "Resuming"
-    write_section(name, f"{what} after a reshard, every mesh to every mesh", found, notes)
+    suffix, what = (" mixture", "Resuming a mixture of experts") if is_mixture else ("", "Resuming")
+    write_section(f"reshard-matrix{suffix}", f"{what} after a reshard, every mesh to every mesh", found, notes)
     return int(not all(bar.holds for bar in found))
 
 

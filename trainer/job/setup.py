@@ -254,14 +254,12 @@ def _inspection(context: RankContext) -> Inspection:
 
 def _save_options(config: TrainConfig, mesh: MeshSpec, phases: Phases, exporter: Exporter | None) -> SaveOptions:
     asked = config.save
-    retention = None
-    if asked.keep_last:
-        retention = RetentionPolicy(keep_last=asked.keep_last, keep_every=asked.keep_every or None)
+    keep = RetentionPolicy(keep_last=asked.keep_last, keep_every=asked.keep_every or None) if asked.keep_last else None
     return SaveOptions(
         mesh=mesh, pipeline=pipeline_record(plan_of(config.spec), config.mesh, mesh), codec=asked.codec,
-        incremental=asked.incremental, mirror=asked.mirror or None, retention=retention, timeout_s=asked.timeout_s, phase=phases,
-        in_use=no_steps if exporter is None else exporter.steps, upload_bytes_per_s=asked.upload_bytes_per_s or None,
-        upload_process=asked.upload_process,
+        incremental=asked.incremental, mirror=asked.mirror or None, retention=keep, timeout_s=asked.timeout_s, phase=phases,
+        in_use=no_steps if exporter is None else exporter.steps, upload_process=asked.upload_process,
+        upload_bytes_per_s=asked.upload_bytes_per_s or None,
     )  # fmt: skip
 
 
