@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def children() -> set[int]:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"titan_ckpt.saving.apart.child" in words and words[-2] == str(os.getpid()).encode():
+        if len(words) > 5 and b"titan_ckpt.saving.apart.child" in words[3] and words[5] == str(os.getpid()).encode():
             found.add(int(folder.name))
     return found
 
@@ -54,6 +55,13 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+def wait_for_its_first_buffer(saver: Saver) -> None:
+    """Until the second save of STATE, which is paced, has sent some of its bytes."""
+    size_bytes, give_up_s = open_checkpoint(saver._store.url).manifest.files[0].size_bytes, time.monotonic() + 30
+    while saver.metrics().uploaded_bytes == size_bytes and time.monotonic() < give_up_s:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[tuple[Saver, int]]:
     """A saver whose second save is under way, and its upload process."""
@@ -61,6 +69,7 @@ def slow(tmp_path: Path) -> Iterator[tuple[Saver, int]]:
         saver.save(STATE, step=1).wait()
         (pid,) = children()
         saver.save(STATE, step=2)
+        wait_for_its_first_buffer(saver)
         yield saver, pid
 
 
@@ -127,6 +136,21 @@ def test_it_ends_with_its_rank_in_the_middle_of_an_upload(tmp_path: Path) -> Non
     assert has_ended(pid)
 
 
+def test_modules_beside_a_script_do_not_change_it(tmp_path: Path) -> None:
+    for name in ("types", "pickle", "signal", "mmap", "xxhash"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the user')")
+    (tmp_path / "run.py").write_text(
+        "import sys; here = sys.path.pop(0)\n"
+        "import os, torch\nfrom titan_ckpt import Saver, SaveOptions\n"
+        "sys.path.insert(0, here); os.chdir(here)\n"
+        "with Saver('runs/a', SaveOptions(upload_process=True)) as saver:\n"
+        "    os.chdir('/')\n"
+        "    saver.save({'w': torch.ones(9)}, step=1).wait()\n"
+    )
+    subprocess.run([sys.executable, str(tmp_path / "run.py")], check=True)
+    assert verify(str(tmp_path / "runs" / "a"), read_data=True) == []
+
+
 def test_an_error_of_the_store_is_what_a_thread_would_raise(tmp_path: Path) -> None:
     said = []
     for is_process in (False, True):
@@ -189,6 +213,7 @@ def _save_and_lose_one(rank: int, url: str) -> list[str]:
         for step in (1, 2, 3):
             handle = saver.save(state, step=step)
             if step == 2 and rank == 1:
+                wait_for_its_first_buffer(saver)
                 os.kill(children().pop(), signal.SIGKILL)
             try:
                 handle.wait()

@@ -1,7 +1,4 @@
-"""The upload process: writes one file after another from shared memory, and ends with the process that it works for.
-
-python -m titan_ckpt.saving.apart.child DESCRIPTOR   # of a socket to the rank
-"""
+"""The upload process: writes one file after another from shared memory, and ends with the process that it works for."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import mmap
 import os
 import pickle
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Sequence
@@ -115,17 +111,13 @@ def serve(connection: Connection, rank_pid: int) -> None:
             uploads.hear(message)
 
 
-def main() -> None:
-    """Serve the socket of the command line; nothing of an upload that runs outlives the rank."""
+def main(fd: int, rank_pid: int) -> None:
+    """Serve the socket `fd` of the rank; nothing of an upload that runs outlives it."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s upload process %(process)d: %(message)s"
     )
-    serve(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    serve(Connection(fd), rank_pid)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

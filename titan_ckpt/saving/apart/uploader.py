@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from pathlib import Path
 
+import titan_ckpt
 from titan_ckpt.errors import SaveError, UsageError
-from titan_ckpt.location import StrPath, redact, scheme, url_text
+from titan_ckpt.location import StrPath, normalise, redact, scheme, url_text
 from titan_ckpt.saving.apart.child import SIGNALS
 from titan_ckpt.saving.apart.shared_memory import SharedMemory, is_supported
 from titan_ckpt.saving.apart.task import Command, Done, Failed, Sent, Task
@@ -26,6 +28,14 @@ from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOpt
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import StoreSettings
 
+_PROGRAM = """
+import sys
+fd, rank_pid, ours, *theirs = sys.argv[1:]
+sys.path += [path for path in theirs if path not in sys.path]
+sys.path[:0] = [] if ours in sys.path else [ours]
+from titan_ckpt.saving.apart.child import main
+main(int(fd), int(rank_pid))
+"""
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what tools take a rank by; the process is none
 
 
@@ -116,10 +126,10 @@ class ProcessUploader(ThreadUploader):
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:
-    """The process, with this one's module search path."""
+    """The process. It finds modules as this one does, but none of a script's folder in place of another (`types.py`)."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-m", "titan_ckpt.saving.apart.child", str(fd), str(os.getpid())]
+    ours = str(Path(titan_ckpt.__file__).resolve().parent.parent)
+    command = [sys.executable, "-I", "-c", _PROGRAM, str(fd), str(os.getpid()), ours, *filter(os.path.isabs, sys.path)]
     return subprocess.Popen(command, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL)
 
 
@@ -164,4 +174,4 @@ def uploader_for(url: StrPath | Store, settings: StoreSettings, *, is_process: b
         raise UsageError(
             f"upload_process: storage_options hold what no other process can get: {type(error).__name__}: {error}"
         ) from error
-    return ProcessUploader(url_text(url), settings)
+    return ProcessUploader(normalise(url), settings)
