@@ -48,7 +48,7 @@ def went_on(run: Run) -> bool:
     if any(record.exit and record.exit.code for record in run.ranks.values()):
         return False
     if run.launcher is not None and run.launcher.code == 0:
-        return True
+        return not any(_failed_for_good(run, record, run.launcher.source) for record in run.ranks.values())
     if run.ranks and all(map(ended_well, run.ranks.values())):
         return True  # what is pending then, a daemon thread waited for
     if any(map(was_told, run.ranks.values())):
@@ -62,6 +62,17 @@ def went_on(run: Run) -> bool:
         return not any(map(waited_at_the_end, run.ranks.values()))
     codes = [record.exit.code for record in run.ranks.values() if record.exit]
     return len(codes) == run.world_size > 0
+
+
+def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
+    """Whether a rank reported an error after which no rank logged on in the file that tells of a good end."""
+    if record.log is None or ended_well(record):
+        return False
+    logs = [other.log for other in run.ranks.values() if other.log] + ([run.job_log] if run.job_log else [])
+    went_on_at = max((max(log.last_step_line, log.done_line) for log in logs if log.source == source), default=0)
+    events = tuple(event for event in record.log.events if event.source != source or event.line > went_on_at)
+    left = replace(record, log=replace(record.log, events=events))
+    return own_exception(left) is not None or _has_failed(left)
 
 
 def _has_failed(record: RankRecord) -> bool:
@@ -102,7 +113,7 @@ def _lacks_end(run: Run) -> bool:
 def looks_quiet(run: Run) -> bool:
     """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
     has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
-    if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)):
+    if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)) or (run.launcher and run.launcher.code):
         return False
     if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
         return False

@@ -240,7 +240,7 @@ EXPLAINED = 0.5  # its culprits are victims of the top verdict
 OTHER_FAULT = 0.5  # a straggler in a job that hangs for another reason
 DIED_FIRST = 0.8  # the culprit of a mismatch had raised an exception before
 NAMED_TOGETHER = 0.9  # several ranks of which only the absence is known
-CONTRADICTED = 0.5  # other evidence speaks against it: then it accuses nobody
+CONTRADICTED = 0.45  # other evidence speaks against it: then it accuses nobody
 MET = 0.45  # all ranks completed the operation in which they disagreed: it held nobody, and nothing else is known
 SHIFTED = 0.95  # a mismatch traced back to an earlier line
 

@@ -208,6 +208,9 @@ def _exits(text: JobText, who: _Who, texts: Sequence[JobText]) -> list[Exit]:
     """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's. `texts`: all files."""
     told = text.endings.told
     found: dict[int, Exit] = {}
+    if text.endings.code is not None and text.default[0] in ("rank", "local") and not _goes_on(text):
+        rank = who.rank(text.default)
+        found[rank] = Exit(rank=rank, code=text.endings.code, source=text.source, line=text.endings.over_line)
     for ending in text.endings.found:
         rank = who.of_ending(text, ending)
         if not 0 <= rank <= MAX_RANK:
@@ -325,15 +328,29 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             or "launcher" in text.source
             or "torchrun" in text.source
         ):
+            if text.default[0] in ("rank", "local") and not text.endings.is_elastic:
+                continue  # a rank's own end
             of_file = [ended for ended in exits if ended.source == text.source]
             first = next((ended.rank for ended in of_file if ended.is_first), None)
             code = text.endings.code if text.endings.code is not None else 1 if of_file else None
             if code is None and text.endings.has_finished:
                 code = 0
+            if code == 0 and _goes_on(text):
+                code = None
             return Launcher(
                 source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved)
             )  # fmt: skip
     return None
+
+
+def _goes_on(text: JobText) -> bool:
+    """Whether steps or errors follow what told of a good end: that of an earlier command in the same file."""
+    over = text.endings.over_line
+    streams = text.writers.values()
+    return any(
+        max([stream.last_step_line, *(event.line for event in (*stream.first, *stream.last))]) > over
+        for stream in streams
+    )
 
 
 def _aborted_rank(logs: JobLogs) -> int:

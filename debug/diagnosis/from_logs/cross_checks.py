@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
+from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 
@@ -14,6 +17,8 @@ _NOT_COME = (VerdictKind.STUCK_ON_CPU, VerdictKind.SKIPPED_COLLECTIVE, VerdictKi
 def is_contradicted(run: Run, verdict: Verdict) -> bool:
     """Whether a verdict that a rank did not come rests on inference, and either its dump is older than what it then did, or
     error texts name other ranks as those that did not come."""
+    if _blame_one_more(run, verdict):
+        return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
     if verdict.confidence >= RECORDED or not verdict.culprits or verdict.verdict not in _NOT_COME:
@@ -22,6 +27,34 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
     named = set(absent_ranks(run))
     return bool(accused & stale) or bool(named and not accused & named)
+
+
+# What a program raises for its own mistakes, on as many ranks as have them.
+_OF_PROGRAMS = (
+    "ArithmeticError", "AssertionError", "AttributeError", "FileNotFoundError", "FloatingPointError", "ImportError", "IndexError",
+    "KeyError", "LookupError", "MemoryError", "ModuleNotFoundError", "NameError", "NotImplementedError", "OutOfMemoryError",
+    "PermissionError", "RecursionError", "StopIteration", "SyntaxError", "TypeError", "UnboundLocalError", "UnicodeDecodeError",
+    "ValueError", "ZeroDivisionError",
+)  # fmt: skip
+_OF_PEERS = re.compile(
+    r"time[d ]*out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|connection (?:reset|closed|refused)|\bother ranks?\b",
+    re.I,
+)
+LEAST_WITNESSES = 3
+
+
+def _blame_one_more(run: Run, verdict: Verdict) -> bool:
+    """Whether most ranks raised the same error at the same line, one that libraries raise for a peer: a quiet rank may be the
+    cause, whatever words the library has for it. Where all known ranks raised it, by the words it has."""
+    quiet = set(range(run.world_size)) - set(verdict.culprits)
+    if verdict.subtype != Subtype.PYTHON_EXCEPTION or len(verdict.culprits) < max(LEAST_WITNESSES, len(quiet) + 1):
+        return False
+    if any(own_exception(run.ranks[rank]) for rank in quiet & set(run.ranks)):
+        return False
+    raised = [event for rank in verdict.culprits if (event := own_exception(run.ranks[rank])) is not None]
+    types = {event.values.get("type", "").rpartition(".")[2] for event in raised}
+    is_worded = all(_OF_PEERS.search(event.text) for event in raised)
+    return len(types) == 1 and not types & set(_OF_PROGRAMS) and (bool(quiet) or is_worded)
 
 
 def _tells_exceptions(run: Run) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import LogEvent, Run, Verdict
+from titan_ckpt.debug.incident.records import Exit, LogEvent, Run, Verdict
 
 # What a rank says that ends because others failed.
 _OF_OTHERS = re.compile(
@@ -24,13 +24,37 @@ _OF_OTHERS = re.compile(
 
 def in_order(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The verdicts; among those on exceptions of ranks' own the earliest first, and last those that speak of other ranks."""
+    verdicts = _without_victims(run, verdicts)
     found = {n: event for n, verdict in enumerate(verdicts) if (event := _raised(run, verdict)) is not None}
     if len(found) < 2:
-        return list(verdicts)
+        return verdicts
     moments = _moments(found)
     order = sorted(found, key=lambda n: (_OF_OTHERS.search(found[n].text) is not None, moments.get(n, (0.0, 0)), n))
     ordered = dict(zip(found, (verdicts[n] for n in order), strict=True))
     return [ordered.get(n, verdict) for n, verdict in enumerate(verdicts)]
+
+
+def _without_victims(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Without ranks that a signal ended after another rank had failed by an exception of its own."""
+    failed = [rank for verdict in verdicts if _raised(run, verdict) is not None for rank in verdict.culprits]
+    exits = [ended for rank in failed if (ended := run.ranks[rank].exit) is not None]
+    return [verdict for verdict in verdicts if not (failed and verdict.signal and _are_victims(run, verdict, exits))]
+
+
+def _are_victims(run: Run, verdict: Verdict, failed: Sequence[Exit]) -> bool:
+    """Whether libraries aborted these ranks, or a launcher lists the `failed` ones as the first, or before them."""
+    if verdict.signal == "SIGABRT":
+        return True
+    ended = [run.ranks[rank].exit for rank in verdict.culprits]
+    return any(
+        first.is_first or all(later is not None and _is_before(first, later) for later in ended) for first in failed
+    )
+
+
+def _is_before(first: Exit, later: Exit) -> bool:
+    if first.time_s is not None and later.time_s is not None:
+        return first.time_s < later.time_s
+    return first.time_s is later.time_s is None and first.source == later.source and first.line < later.line
 
 
 def _raised(run: Run, verdict: Verdict) -> LogEvent | None:

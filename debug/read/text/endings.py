@@ -16,6 +16,7 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
+from titan_ckpt.debug.read.text.schedulers.last_lines import LAST_LINE
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 
@@ -76,6 +77,7 @@ class Endings:
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None
+    over_line: int = 0  # that said so, or that the agents met
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
     tasks: list[tuple[str, str]] = field(default_factory=list)  # hosts and their tasks, as srun lists them
     pod: PodDescription = field(default_factory=PodDescription)
@@ -109,8 +111,8 @@ class Endings:
         if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
             rank = int(match["rank"] or match["other"])
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
-        if match := _RC.match(text):
-            self.code = int(match["code"])
+        if match := LAST_LINE.match(text):
+            self.code, self.over_line = int(match["code"]), number
         said = list(self._managers.take(line))
         for one in said:
             self._say(number, line, one)
@@ -130,7 +132,8 @@ class Endings:
     def _elastic(self, number: int, text: str, time_s: float | None) -> None:
         if "torch/distributed/elastic" in text or "ChildFailedError" in text:
             self.is_elastic = True
-            self.has_finished |= "Done waiting for other agents" in text and not self._failed
+            if "Done waiting for other agents" in text and not self._failed:
+                self.has_finished, self.over_line = True, number
         if match := _CLOSING.search(text):
             self._begin_unsaid(int(match["pid"]), text)
             self._tell(int(match["pid"]), -_number(match["signal"]), time_s)
@@ -210,7 +213,7 @@ class Endings:
             words = match["word"]
             code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
             is_over = self._is_cancelled or any(ending.is_task and ending.code != -15 for ending in self.found)
-            if is_over and code == -int(Signals.SIGKILL):
+            if is_over and code == -int(Signals.SIGKILL) and words != "Out Of Memory":
                 return  # Slurm killed them with the step, so it says nothing of them
             tasks = ranges(match["tasks"])
             if words == "Out Of Memory":
@@ -331,7 +334,6 @@ _FAILED = re.compile(
 _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)")
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
-_RC = re.compile(r"\s*(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*(?P<code>-?\d{1,9})\s*$", re.IGNORECASE)
 _TASKS = re.compile(
     rf"srun: error: (?P<host>[\w.\[\],-]{{1,200}}): tasks? (?P<tasks>[\d,\[\]-]{{1,400}}): "
     rf"(?:(?P<word>{_WORD})|Exited with exit code (?P<code>\d{{1,3}})|[Ss]ignal (?P<signal>\d{{1,2}}))"

@@ -122,13 +122,17 @@ _BLAMES = re.compile(
 )
 
 
+# torch/distributed/checkpoint/api.py: all ranks raise what went wrong on some.
+_CHECKPOINT = re.compile(r"CheckpointException ranks:dict_keys\(\[(?P<names>\d{1,6}(?:, \d{1,6}){0,100})\]\)")
+
+
 def blamed(text: str, rank: int) -> str:
-    """The other ranks of which an exception of `rank` says that they are gone, or did not do their part; "" if of none.
+    """The other ranks of which an exception of `rank` says that they are gone, failed, or did not do their part; "" if of none.
 
     >>> blamed("RuntimeError: rank 2 did not respond within 60 s", 0), blamed("RuntimeError: rank 2 did not respond", 2)
     ('2', '')
     """
-    match = _BLAMES.search(text) if rank >= 0 else None
+    match = (_CHECKPOINT.search(text) or _BLAMES.search(text)) if rank >= 0 else None
     names = re.split(", ?", match["names"]) if match else []
     return "" if str(rank) in names else ",".join(names)
 

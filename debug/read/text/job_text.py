@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
@@ -18,6 +18,30 @@ Writer = tuple[
 ]  # what kind of number, where it counts, the number: ("rank", "", 3), ("local", host, 0), ("pid", host, 12)
 NOBODY: Writer = ("job", "", -1)
 MAX_WRITERS = 200_000
+
+
+TRACEBACK = "Traceback (most recent call last):"
+_MOST_PREFIX, _MOST_PREFIXES = 80, 64
+
+
+class _OwnPrefixes:
+    """Prefixes that no rule knows: what stands before a traceback's first line and again before its second one."""
+
+    def __init__(self) -> None:
+        self._seen, self._known = set[str](), set[str]()
+
+    def peel(self, line: Line) -> tuple[str, bool]:
+        """Take such a prefix off a line; it, or "", and whether its traceback began with the line before."""
+        at = line.text.find(TRACEBACK, 0, _MOST_PREFIX + len(TRACEBACK))
+        if at > 0 and len(self._seen) < _MOST_PREFIXES:
+            self._seen.add(line.text[:at])
+        if not self._seen:
+            return "", False
+        begun = next((own for own in self._seen - self._known if line.text.startswith(f'{own}  File "')), "")
+        self._known |= {begun} - {""}
+        own = begun or next((own for own in self._known if line.text.startswith(own)), "")
+        line.text = line.text[len(own) :]
+        return own, bool(begun)
 
 
 @dataclass(slots=True)
@@ -45,6 +69,7 @@ class JobText:
     introduced: int | None = None  # the rank that said first who it is
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
+    _prefixes: _OwnPrefixes = field(default_factory=_OwnPrefixes)
     _is_block: bool = False  # it repeats all that this process wrote
 
     def __post_init__(self) -> None:
@@ -61,6 +86,8 @@ class JobText:
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
         writer = self._quoted_writer(line, writer)
+        own, is_begun = ("", False) if writer[0] == "rank" else self._prefixes.peel(line)
+        writer = ("prefix", own, 0) if own else writer
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
         if line.is_nccl and "anks" in line.text:
@@ -76,6 +103,8 @@ class JobText:
                 return
             stream = self.writers[writer] = Stream(source=self.source, rank=writer[2] if writer[0] == "rank" else -1)
         before = stream.last_step
+        if is_begun:
+            stream.take(number - 1, replace(line, text=TRACEBACK, shown=TRACEBACK))
         stream.take(number, line)
         if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
             self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job

@@ -254,8 +254,14 @@ _WARNINGS = (
 # JAX's coordination service (xla/tsl/distributed_runtime/coordination): tasks that sent no heartbeat any more, one a line.
 _OF_JAX = ("stopped sending heartbeats", "distributed service detected fatal errors")
 _TASK_OF_JAX = re.compile(r"/job:\w{1,40}/replica:\d{1,6}/task:\d{1,6}\b")
-# The last line of a traceback, where people paste that alone.
-_BARE = ("connectFullMesh failed", "DistBackendError: ", "DistNetworkError: ", "DistStoreError: ")
+# The last line of a traceback, where people paste that alone, and the watchdog's of an error that is no timeout of its own.
+_BARE = (
+    "watchdog thread terminated with exception: NCCL",
+    "connectFullMesh failed",
+    "DistBackendError: ",
+    "DistNetworkError: ",
+    "DistStoreError: ",
+)
 _LAST_RULES = (
     _Rule(EventKind.OOM, OOM_WORDS, lambda text: None if is_mere_talk(text) else {}),
     _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),

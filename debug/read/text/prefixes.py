@@ -107,7 +107,7 @@ _NAME = r"[A-Za-z0-9](?:[\w.-]{0,80}[A-Za-z0-9])?"
 # By the first character. Every pattern is anchored and bounded, so a line costs time linear in its length.
 # Where a rule has a literal, it is tried only on heads that hold it.
 _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
-    ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}\]:? ?"), _rank),
+    ("]", re.compile(rf"\[[Rr][Aa][Nn][Kk][ _:=-]?{_N}(?:/\d{{1,6}})?\]:? ?"), _rank),
     (">:", re.compile(rf"\[(?:[^\[\],]{{0,60}}@)?\d{{1,9}},{_N}\]<std\w{{3,4}}>: ?"), _task),
     (
         ",mpirank:",

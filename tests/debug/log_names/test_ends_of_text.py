@@ -1,0 +1,84 @@
+"""What a text ends with: a good end that something follows proves nothing, and no job that ends in errors is running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.debug.log_names.test_pods import OWN, STEPS, first_verdict
+
+LABELLED = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for step in range(3) for rank in range(4))
+OOM = "".join(
+    f"[rank2]: {line}\n"
+    for line in (
+        "Traceback (most recent call last):", '  File "/job/train.py", line 30, in step', "    loss.backward()",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB.",
+    )
+)  # fmt: skip
+WATCHDOG = (
+    "[rank{0}]:[E1126 03:03:20.2 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Process group watchdog "
+    "thread terminated with exception: NCCL error: remote process exited or there was a network error, NCCL version 2.27.3\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+    "socketPollConnect: connect to node1<41231> returned No route to host, exceeded error retry count (35)\n"
+)
+
+
+@pytest.mark.parametrize("good", ["exit code: 0", "rc=0", "EXIT=0"])
+def test_a_good_end_before_an_error_is_another_commands(tmp_path: Path, good: str) -> None:
+    (tmp_path / "job.log").write_text(f"step 1 loss 2\n{good}\n{LABELLED}{OOM}")
+    assert first_verdict(tmp_path).culprits == (2,)
+
+
+def test_a_good_end_before_steps_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"step 1 loss 2\nexit code: 0\n{LABELLED}")
+    assert first_verdict(tmp_path).verdict == "RUNNING"
+
+
+def test_an_exit_code_in_a_ranks_own_file_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text(f"{STEPS}exit code: 0\n")
+    (tmp_path / "rank1.log").write_text(STEPS + OWN)
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
+def test_a_good_end_in_one_file_is_none_of_errors_in_another(tmp_path: Path) -> None:
+    (tmp_path / "prepare.log").write_text("packed 12 shards\nexit code: 0\n")
+    (tmp_path / "train.log").write_text(LABELLED + OOM)
+    assert first_verdict(tmp_path).verdict != "HEALTHY"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "exit code: 1", "exit status 139", "command terminated with exit code 137", "make: *** [Makefile:12: train] Error 137",
+        "Process finished with exit code 137 (interrupted by signal 9:SIGKILL)", "ERROR: Job failed: exit code 1",
+        "##[error]Process completed with exit code 1.",
+    ],
+)  # fmt: skip
+def test_a_job_that_ended_with_an_error_is_not_running(tmp_path: Path, last: str) -> None:
+    (tmp_path / "job.log").write_text(f"{STEPS}{last}\n")
+    top = first_verdict(tmp_path)
+    assert top.verdict not in ("RUNNING", "HEALTHY")
+    assert not top.culprits
+
+
+def test_watchdogs_that_lost_a_node_are_trouble_of_nobody_here(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(LABELLED + "".join(WATCHDOG.format(rank) for rank in range(4)))
+    top = first_verdict(tmp_path)
+    assert top.verdict not in ("RUNNING", "HEALTHY")
+    assert not top.culprits
+
+
+@pytest.mark.parametrize("prefix", ["({}) ", "<rank={}> ", "r{}> ", "[gpu{}] ", "job-7 || w{} || "])
+def test_a_traceback_behind_an_unknown_prefix_is_seen(tmp_path: Path, prefix: str) -> None:
+    own = "".join(prefix.format(3) + line + "\n" for line in OWN.splitlines())
+    (tmp_path / "job.log").write_text("".join(f"{prefix.format(rank)}step 1 loss 2\n" for rank in range(4)) + own)
+    top = first_verdict(tmp_path)
+    assert top.verdict not in ("RUNNING", "HEALTHY")
+    assert any("KeyError" in item.text for item in top.evidence) or "KeyError" in top.headline
+
+
+def test_a_rank_of_many_in_brackets_is_a_rank(tmp_path: Path) -> None:
+    own = "".join(f"[rank 3/4] {line}\n" for line in OWN.splitlines())
+    (tmp_path / "job.log").write_text("".join(f"[rank {rank}/4] step 1 loss 2\n" for rank in range(4)) + own)
+    assert first_verdict(tmp_path).culprits == (3,)
