@@ -332,11 +332,10 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
                 continue  # a rank's own end
             of_file = [ended for ended in exits if ended.source == text.source]
             first = next((ended.rank for ended in of_file if ended.is_first), None)
-            code = text.endings.code if text.endings.code is not None else 1 if of_file else None
-            if code is None and text.endings.has_finished:
-                code = 0
-            if code == 0 and _goes_on(text):
-                code = None
+            said = text.endings.code if text.endings.code is not None else 0 if text.endings.has_finished else None
+            code = None if said is not None and _goes_on(text) else said
+            if text.endings.code is None and of_file:
+                code = 1
             return Launcher(
                 source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved)
             )  # fmt: skip

@@ -16,7 +16,7 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
-from titan_ckpt.debug.read.text.schedulers.last_lines import LAST_LINE
+from titan_ckpt.debug.read.text.schedulers.last_lines import last_code
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 
@@ -97,13 +97,7 @@ class Endings:
         self.has_launcher = self.has_launcher or any(name in text for name in _LAUNCHERS)
         if "srun: " in text or "slurm" in text:
             self._slurm(number, text)
-        if (
-            "torch/distributed/elastic" in text
-            or "exitcode" in text
-            or "rank" in text
-            or "time" in text
-            or "Root Cause" in text
-        ):
+        if any(word in text for word in _OF_AGENTS):
             self._elastic(number, text, line.time_s)
         if "rocess" in text or "RANK" in text or "xit code" in text or "KILLED" in text or "rank " in text:
             self._mpi(number, text)
@@ -111,8 +105,8 @@ class Endings:
         if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
             rank = int(match["rank"] or match["other"])
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
-        if match := LAST_LINE.match(text):
-            self.code, self.over_line = int(match["code"]), number
+        if (code := last_code(text)) is not None:
+            self.code, self.over_line = code, number
         said = list(self._managers.take(line))
         for one in said:
             self._say(number, line, one)
@@ -334,6 +328,7 @@ _FAILED = re.compile(
 _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)")
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
+_OF_AGENTS = ("torch/distributed/elastic", "exitcode", "rank", "time", "Root Cause")
 _TASKS = re.compile(
     rf"srun: error: (?P<host>[\w.\[\],-]{{1,200}}): tasks? (?P<tasks>[\d,\[\]-]{{1,400}}): "
     rf"(?:(?P<word>{_WORD})|Exited with exit code (?P<code>\d{{1,3}})|[Ss]ignal (?P<signal>\d{{1,2}}))"

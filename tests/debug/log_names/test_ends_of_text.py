@@ -52,7 +52,8 @@ def test_a_good_end_in_one_file_is_none_of_errors_in_another(tmp_path: Path) -> 
     [
         "exit code: 1", "exit status 139", "command terminated with exit code 137", "make: *** [Makefile:12: train] Error 137",
         "Process finished with exit code 137 (interrupted by signal 9:SIGKILL)", "ERROR: Job failed: exit code 1",
-        "##[error]Process completed with exit code 1.",
+        "##[error]Process completed with exit code 1.", "Finished: FAILURE", "srun: error: Unable to create step for job 12",
+        "ERROR:  One or more process (first noticed rank 11) terminated with signal 9 (core dumped)",
     ],
 )  # fmt: skip
 def test_a_job_that_ended_with_an_error_is_not_running(tmp_path: Path, last: str) -> None:
@@ -60,6 +61,11 @@ def test_a_job_that_ended_with_an_error_is_not_running(tmp_path: Path, last: str
     top = first_verdict(tmp_path)
     assert top.verdict not in ("RUNNING", "HEALTHY")
     assert not top.culprits
+
+
+def test_a_failure_that_steps_follow_is_no_end(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"srun: error: Unable to create step for job 12: retrying\n{STEPS}")
+    assert first_verdict(tmp_path).verdict == "RUNNING"
 
 
 def test_watchdogs_that_lost_a_node_are_trouble_of_nobody_here(tmp_path: Path) -> None:

@@ -1,15 +1,33 @@
-"""The last line of a job, with its exit code, as shells and runners print it.
+"""The last line of a job, with its exit code or word of a failure, as shells, launchers and runners print it.
 
-Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, PyCharm's console, the runners of GitHub Actions and GitLab.
+Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, conda run, PyCharm's console, the runners of GitHub Actions and
+GitLab, Jenkins; srun, jsrun, Open MPI's and PRRTE's daemons.
 """
 
 from __future__ import annotations
 
 import re
 
-LAST_LINE = re.compile(
+_CODE = re.compile(
     r"\s*(?:(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*|exit status |command terminated with exit code "
     r"|make: \*\*\* .{1,200} Error |Process finished with exit code |##\[error\]Process completed with exit code "
     r"|ERROR: Job failed: exit code )(?P<code>-?\d{1,9})\.?(?: \([\w :]{1,60}\))?\s*$",
     re.IGNORECASE,
 )
+_FAILED = re.compile(
+    r"Finished: FAILURE\s*$|ERROR conda\.cli\.main_run:|srun: error: Unable to create step|slurmstepd: error: execve\(\)"
+    r"|\(first noticed rank \d{1,6}\) terminated with signal|has lost communication with a remote daemon"
+)
+UNKNOWN = 1  # the code of a failure whose line has none
+
+
+def last_code(text: str) -> int | None:
+    """The exit code of a job that ends with this line.
+
+    >>> last_code("exit code: 0"), last_code("make: *** [Makefile:12: train] Error 137"), last_code("Finished: FAILURE")
+    (0, 137, 1)
+    """
+    match = _CODE.match(text)
+    if match is not None:
+        return int(match["code"])
+    return UNKNOWN if _FAILED.search(text) else None
