@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.errors import StoreError, TitanError, UsageError
 from titan_ckpt.loading.load import load
+from titan_ckpt.saving.apart.child import SIGNALS
 from titan_ckpt.saving.apart.shared_memory import SharedMemory
+from titan_ckpt.saving.apart.task import Failed, Logged
+from titan_ckpt.saving.apart.uploader import _answer
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.time_limit import HungStoreError
@@ -114,7 +119,7 @@ def test_a_process_that_is_killed_fails_one_save(slow: tuple[Saver, int], tmp_pa
     assert [step for step in (1, 2, 3) if FileStore(str(tmp_path)).exists(f"step-{step:08d}/COMMIT.json")] == [1, 3]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_to_the_whole_job_do_not_end_it(slow: tuple[Saver, int], number: signal.Signals) -> None:
     saver, pid = slow
     os.kill(pid, number)
@@ -151,6 +156,22 @@ def test_modules_beside_a_script_do_not_change_it(tmp_path: Path) -> None:
     assert verify(str(tmp_path / "runs" / "a"), read_data=True) == []
 
 
+def test_it_ends_with_its_rank_though_it_is_stopped(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from tests.saving.test_upload_process import *\n"
+        "saver = Saver(sys.argv[1], options()); saver.save(STATE, step=1).wait()\n"
+        "(pid,) = children(); os.kill(pid, signal.SIGSTOP)\n"
+        "print(pid, flush=True); time.sleep(600)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    with rank.stdout:
+        pid = int(rank.stdout.readline())
+        rank.kill()
+        rank.wait()
+    assert has_ended(pid)
+
+
 def test_an_error_of_the_store_is_what_a_thread_would_raise(tmp_path: Path) -> None:
     said = []
     for is_process in (False, True):
@@ -169,16 +190,37 @@ def test_a_process_that_hangs_is_given_up_and_replaced(tmp_path: Path) -> None:
         saver.save(STATE, step=1).wait()
         (pid,) = children()
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(HungStoreError, match="step 2"):
+        with pytest.raises(HungStoreError, match=rf"step 2: given up after .* in: the upload process {pid}, writing"):
             saver.save(STATE, step=2).wait()
         assert has_ended(pid)
         saver.save(STATE, step=3).wait()
 
 
-def test_a_blocking_save_needs_no_process(tmp_path: Path) -> None:
+def test_a_saver_whose_process_is_not_needed_saves_too(tmp_path: Path) -> None:
     with Saver(str(tmp_path), options()) as saver:
         saver.save_now(STATE, step=1)
-        assert not children()
+    assert verify(str(tmp_path), read_data=True) == []
+
+
+def test_files_have_the_umask_of_the_moment(tmp_path: Path) -> None:
+    with Saver(str(tmp_path), options()) as saver:
+        for step, mask in ((1, 0o022), (2, 0o077)):
+            before = os.umask(mask)
+            saver.save(STATE, step=step).wait()
+            os.umask(before)
+            modes = {path.stat().st_mode & 0o777 for path in (tmp_path / f"step-{step:08d}").rglob("*.distcp")}
+            assert modes == {0o666 & ~mask}
+
+
+def test_what_it_logs_is_logged_by_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = Pipe()
+    theirs.send(Logged(name="titan_ckpt.store", level=logging.WARNING, text="try 2 of 6"))
+    theirs.send(Failed(error=StoreError("no answer"), text="Traceback"))
+    with pytest.raises(StoreError, match="no answer"):
+        _answer(ours, lambda _: None)
+    assert [record.getMessage() for record in caplog.records] == ["try 2 of 6"]
+    ours.close()
+    theirs.close()
 
 
 def test_the_process_does_without_torch(slow: tuple[Saver, int]) -> None:

@@ -77,6 +77,7 @@ class Saver:
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
+        self._thread.submit(self._uploader.start).result()
         self._mirror = None if mirror is None else Mirror(self._store, mirror, self._options)
         self._committer = Committer(self._store, self._ranks, self._options, mirror=self._mirror)
         self._known = KnownChunks(is_incremental=self._options.incremental)
@@ -340,6 +341,7 @@ class Saver:
         """This rank's part, or its error and what the other ranks hear of it; and the commit to replace."""
         step, give_up_s = job.attempt.step, GIVE_UP_AT * self._options.timeout_s
         try:
+            self._uploader.start()
             with self._phase("ckpt_upload", step):
                 what = f"uploading step {step}"
                 part, replaces = run_until(give_up_s, partial(self._upload, job), self._store, what=what)
@@ -388,7 +390,8 @@ def save(
     SaveError on every rank if one fails; its text has ConditionFailedError if another job committed this step meanwhile.
     """
     check_type(options, "options", SaveOptions, or_none=True, hint="SaveOptions(...)")
-    with Saver(url, replace(options or SaveOptions(), is_exclusive=False), storage_options=storage_options) as saver:
+    options = replace(options or SaveOptions(), is_exclusive=False, upload_process=False)  # it would only be waited for
+    with Saver(url, options, storage_options=storage_options) as saver:
         return saver.save_now(state, step=step, training=training, config=config, user=user)
 
 

@@ -213,6 +213,9 @@ class Store(ABC):
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
         return None
 
+    def doing(self, what: str) -> None:  # noqa: B027 - most stores have no use for it
+        """Hear of work on the store that is not one of its calls; a store with a time limit names it when it gives up."""
+
     def held_by_writes(self, num_files: int) -> int:
         """Upper bound on the bytes that `num_files` concurrent `write`s keep in buffers of the store's own."""
         return num_files * BYTES_PER_WRITE

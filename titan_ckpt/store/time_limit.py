@@ -99,6 +99,9 @@ class _Guarded(Store):
     def free_bytes(self) -> int | None:
         return self._call("free space", "").free_bytes()
 
+    def doing(self, what: str) -> None:
+        self._work.last_call = what
+
     def held_by_writes(self, num_files: int) -> int:
         return self._inner.held_by_writes(num_files)
 

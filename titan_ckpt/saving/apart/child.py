@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import os
@@ -10,11 +11,12 @@ import signal
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 from titan_ckpt.errors import TitanError
-from titan_ckpt.saving.apart.task import Command, Done, Failed, Sent, Task
+from titan_ckpt.saving.apart.task import Command, Done, Failed, Logged, Sent, Task
 from titan_ckpt.saving.pace import Pace
 from titan_ckpt.saving.upload import RankContents, RankPart, UploadOptions, upload
 from titan_ckpt.state.local_shard import LocalShard
@@ -22,7 +24,15 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import settings_of_command
 from titan_ckpt.store.open import open_store
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the rank answers them, and saves once more
+# All that end a process and can be ignored, but those of its own mistakes: the rank answers them, and may save once more.
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in (
+        "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGIO", "SIGXCPU",
+    )
+    if hasattr(signal, name)
+)  # fmt: skip
+PR_SET_PDEATHSIG = 1  # prctl(2)
 LOOK_EVERY_S = 1.0
 
 
@@ -54,6 +64,7 @@ class _Uploads:
             self._view = memoryview(mmap.mmap(fd, task.memory_bytes))
             os.close(fd)
         self._pace = Pace(task.bytes_per_s)
+        os.umask(task.umask)
         threading.Thread(target=self._run, args=(task, self._pace), daemon=True).start()
 
     def hear(self, command: Command) -> None:
@@ -68,7 +79,8 @@ class _Uploads:
             answer: Done | Failed = Done(part=self._upload(task, pace))
         except BaseException as error:  # noqa: BLE001  (the rank raises it)
             answer = Failed(error=_sendable(error), text=traceback.format_exc())
-        self._connection.send(answer)
+        with suppress(OSError):  # the rank has ended
+            self._connection.send(answer)
 
     def _upload(self, task: Task, pace: Pace) -> RankPart:
         if task.url not in self._stores:
@@ -83,6 +95,32 @@ class _Uploads:
 
     def _count(self, size_bytes: int) -> None:
         self._connection.send(Sent(size_bytes=size_bytes))
+
+
+class _Locked(Connection):
+    """A connection on which several threads may send."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._sending = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Send one message whole."""
+        with self._sending:
+            super().send(message)
+
+
+class _ToRank(logging.Handler):
+    """Gives records to the rank's loggers."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send the record's text."""
+        with suppress(OSError):
+            self._connection.send(Logged(name=record.name, level=record.levelno, text=record.getMessage()))
 
 
 def _sendable(error: BaseException) -> Exception:
@@ -116,8 +154,8 @@ def main(fd: int, rank_pid: int) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s upload process %(process)d: %(message)s"
-    )
-    serve(Connection(fd), rank_pid)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also where it is stopped, and hears of no end
+    connection = _Locked(fd)
+    logging.basicConfig(level=logging.INFO, handlers=[_ToRank(connection)])
+    serve(connection, rank_pid)
     os._exit(0)

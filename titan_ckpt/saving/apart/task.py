@@ -29,6 +29,7 @@ class Task:
     codec: str
     known: Known
     bytes_per_s: float | None
+    umask: int
 
 
 class Command(StrEnum):
@@ -43,6 +44,15 @@ class Sent:
     """So many more bytes are with the store."""
 
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logged:
+    """A record of a logger, for the rank's own handlers."""
+
+    name: str
+    level: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -16,12 +17,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
 
-import titan_ckpt
 from titan_ckpt.errors import SaveError, UsageError
 from titan_ckpt.location import StrPath, normalise, redact, scheme, url_text
 from titan_ckpt.saving.apart.child import SIGNALS
 from titan_ckpt.saving.apart.shared_memory import SharedMemory, is_supported
-from titan_ckpt.saving.apart.task import Command, Done, Failed, Sent, Task
+from titan_ckpt.saving.apart.task import Command, Done, Failed, Logged, Sent, Task
 from titan_ckpt.saving.pace import Pace
 from titan_ckpt.saving.staging import Arena
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
@@ -48,14 +48,17 @@ class ThreadUploader:
         """See `titan_ckpt.saving.upload.upload`."""
         return upload(store, contents, target, replace(options, before=pace.before))
 
+    def start(self) -> None:
+        """Nothing to start."""
+
     def end(self) -> None:
         """Nothing to end."""
 
 
 class ProcessUploader(ThreadUploader):
-    """Uploads what was staged in shared memory by a process of its own; started by the first save and after `end`.
+    """Uploads what was staged in shared memory by a process of its own.
 
-    The process is this rank's child, ignores SIGINT, SIGTERM and SIGHUP, and ends with the rank.
+    The process is this rank's child, ignores all signals that can be ignored, and ends with the thread that called `start`.
     """
 
     def __init__(self, url: str, settings: StoreSettings) -> None:
@@ -73,12 +76,15 @@ class ProcessUploader(ThreadUploader):
         if not isinstance(arena, Arena) or arena.shared is None:
             return super().upload(store, contents, target, options, pace)
         arena.wait()
-        connection = self._started()
+        connection = self._connection
+        assert connection is not None
+        assert self._process is not None
+        store.doing(f"the upload process {self._process.pid}, writing {target.path}")
         new = 0 if self._mapped is arena.shared else arena.shared.size_bytes
         task = Task(
             url=self._url, settings=self._settings, items=contents.items, starts=arena.starts, memory_bytes=new,
             objects=contents.objects, own_objects=contents.own_objects, target=target, codec=options.codec,
-            known=dict(options.known), bytes_per_s=pace.bytes_per_s,
+            known=dict(options.known), bytes_per_s=pace.bytes_per_s, umask=_umask(),
         )  # fmt: skip
         with self._lost(target.step):
             with self._sending:
@@ -90,21 +96,21 @@ class ProcessUploader(ThreadUploader):
                 part = _answer(connection, options.on_bytes)
         return replace(part, copy_digests=contents.copies())
 
-    def end(self) -> None:
-        """End the process, whatever it does; the next upload starts another."""
-        process, self._process, self._connection, self._mapped = self._process, None, None, None
-        if process is not None:
-            process.kill()
-            process.wait()
-
-    def _started(self) -> Connection:
+    def start(self) -> None:
+        """Start the process, with the environment of now, unless it runs. Its end is that of the calling thread."""
         if self._process is None or self._connection is None or self._process.poll() is not None:
             self.end()
             ours, theirs = socket.socketpair()
             with theirs, _blocked():
                 self._process = _start(theirs.fileno())
             self._connection = Connection(ours.detach())
-        return self._connection
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        process, self._process, self._connection, self._mapped = self._process, None, None, None
+        if process is not None:
+            process.kill()
+            process.wait()
 
     def _command(self, connection: Connection, command: Command) -> None:
         with self._sending, suppress(OSError):  # the process has ended, which the upload notices
@@ -119,18 +125,27 @@ class ProcessUploader(ThreadUploader):
         except (EOFError, OSError) as error:
             code = process.wait()
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            why = "standard error says why, unless the package was changed meanwhile"
+            if code == -signal.SIGKILL:
+                why = "look for the kernel's out-of-memory killer in `dmesg`"
             raise SaveError(
                 f"the upload process {process.pid} ended ({how}) while it uploaded step {step}; nothing of it was committed. The "
-                f"next save starts another. SIGKILL: look for the kernel's out-of-memory killer in `dmesg`"
+                f"next save starts another; {why}"
             ) from error
 
 
 def _start(fd: int) -> subprocess.Popen[bytes]:
     """The process. It finds modules as this one does, but none of a script's folder in place of another (`types.py`)."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    ours = str(Path(titan_ckpt.__file__).resolve().parent.parent)
+    ours = str(Path(__file__).resolve().parents[3])  # where the package lies
     command = [sys.executable, "-I", "-c", _PROGRAM, str(fd), str(os.getpid()), ours, *filter(os.path.isabs, sys.path)]
     return subprocess.Popen(command, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL)
+
+
+def _umask() -> int:
+    """This process's umask, which no call reads without changing it (proc(5))."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next((line.split()[1] for line in lines if line.startswith("Umask:")), "022"), 8)
 
 
 @contextmanager
@@ -146,9 +161,11 @@ def _blocked() -> Iterator[None]:
 def _answer(connection: Connection, on_bytes: Callable[[int], None]) -> RankPart:
     """The part that the process wrote; raises its error."""
     while True:
-        message: Sent | Done | Failed = connection.recv()
+        message: Sent | Logged | Done | Failed = connection.recv()
         if isinstance(message, Sent):
             on_bytes(message.size_bytes)
+        elif isinstance(message, Logged):
+            logging.getLogger(message.name).log(message.level, "%s", message.text)
         elif isinstance(message, Done):
             return message.part
         else:
@@ -165,6 +182,10 @@ def uploader_for(url: StrPath | Store, settings: StoreSettings, *, is_process: b
         raise UsageError(
             f"upload_process: another process opens the store by its URL, which {shown} does not allow (a Store that is open, or "
             f"memory://); give a URL, or leave upload_process out"
+        )
+    if not sys.executable:
+        raise UsageError(
+            "upload_process starts another Python, but sys.executable is empty (an embedded one); leave it out"
         )
     if not is_supported():
         raise UsageError(f"upload_process needs memfd_create, which {sys.platform} does not have; leave it out")
