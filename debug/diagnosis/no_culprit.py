@@ -48,6 +48,9 @@ def went_on(run: Run) -> bool:
     if any(record.exit and record.exit.code for record in run.ranks.values()):
         return False
     if run.launcher is not None and run.launcher.code == 0:
+        of_others = (event for event in trouble_of_job(run) if event.source != run.launcher.source)
+        if any(event.kind != EventKind.SIGTERM for event in of_others):
+            return False
         return not any(_failed_for_good(run, record, run.launcher.source) for record in run.ranks.values())
     if run.ranks and all(map(ended_well, run.ranks.values())):
         return True  # what is pending then, a daemon thread waited for

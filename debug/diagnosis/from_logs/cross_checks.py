@@ -37,7 +37,7 @@ _OF_PROGRAMS = (
     "ValueError", "ZeroDivisionError",
 )  # fmt: skip
 _OF_PEERS = re.compile(
-    r"time[d ]*out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|connection (?:reset|closed|refused)|\bother ranks?\b",
+    r"tim(?:es?|ed|ing)[ -]?out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|onnection (?:reset|closed|refused)|\bother ranks?\b",
     re.I,
 )
 LEAST_WITNESSES = 3

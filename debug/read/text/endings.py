@@ -105,7 +105,7 @@ class Endings:
         if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
             rank = int(match["rank"] or match["other"])
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
-        if (code := last_code(text)) is not None:
+        if not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
             self.code, self.over_line = code, number
         said = list(self._managers.take(line))
         for one in said:
@@ -289,8 +289,9 @@ class Endings:
     def _kubernetes_or_shell(self, number: int, line: Line, text: str) -> None:
         if ":  " in text and (ended := self.pod.take(text)) is not None:
             self._note(EventKind.KILLED, number, self.pod.text, cause=self.pod.cause, rank=str(ended))
-            return
-        if ("OOMKilled" in text or "Evicted" in text or "Error" in text) and (match := _POD.search(text)):
+        elif ":  " in text and self.pod.has_failed(text):
+            self._note(EventKind.EXITED, number, self.pod.named(text), host=self.pod.name)
+        elif ("OOMKilled" in text or "Evicted" in text or "Error" in text) and (match := _POD.search(text)):
             cause = {"OOMKilled": "oom", "Evicted": "evicted"}.get(match["why"], "")
             if cause:
                 self._note(EventKind.KILLED, number, text, host=match["pod"], cause=cause)

@@ -88,3 +88,10 @@ def test_a_rank_of_many_in_brackets_is_a_rank(tmp_path: Path) -> None:
     own = "".join(f"[rank 3/4] {line}\n" for line in OWN.splitlines())
     (tmp_path / "job.log").write_text("".join(f"[rank {rank}/4] step 1 loss 2\n" for rank in range(4)) + own)
     assert first_verdict(tmp_path).culprits == (3,)
+
+
+def test_a_pod_that_ended_well_is_not_the_job(tmp_path: Path) -> None:
+    ends = "".join(f"Name:  fit-{n}\nReason:  Completed\nExit Code:  {code}\n" for n, code in enumerate((0, 1, 0)))
+    (tmp_path / "pods.txt").write_text(ends)
+    (tmp_path / "fit-0.log").write_text(f"{STEPS}Training finished\n")
+    assert first_verdict(tmp_path).verdict == "INSUFFICIENT_DATA"

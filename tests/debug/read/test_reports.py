@@ -349,6 +349,17 @@ def test_pods_as_json_name_the_rank_that_was_ended(tmp_path: Path) -> None:
     assert (top.verdict, top.subtype, top.culprits) == ("RANK_DIED", "oom", (2,))
 
 
+@pytest.mark.parametrize("indent", [None, 4])
+def test_pods_without_a_rank_are_facts(tmp_path: Path, indent: int | None) -> None:
+    items = [pod(worker, "Error" if worker == 2 else "Completed", {}) for worker in range(3)]
+    for worker, item in enumerate(items):
+        item["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] = 139 * (worker == 2)
+    (tmp_path / "pods.json").write_text(json.dumps({"kind": "List", "items": items}, indent=indent))
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert any("fit-worker-2" in item.text and "139" in item.text for item in top.evidence)
+
+
 def test_pod_of_several_ranks_is_a_fact(tmp_path: Path) -> None:
     (tmp_path / "pod.json").write_text(json.dumps(pod(1, "OOMKilled", {"PET_NPROC_PER_NODE": "8", "RANK": "1"})))
     top = first_verdict(tmp_path)

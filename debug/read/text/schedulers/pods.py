@@ -31,6 +31,11 @@ class PodDescription:
         """A line of the description, with the pod that it describes."""
         return f"{self.name}: {text.strip()}" if self.name and self.name not in text else text
 
+    def has_failed(self, text: str) -> bool:
+        """Whether this line is an exit code other than 0, of an end without a reason that says more."""
+        match = _FIELD.match(text)
+        return match is not None and match["key"] == "Exit Code" and match["value"] != "0" and not self.cause
+
     def take(self, text: str) -> int | None:
         """Account for one line; the rank that was ended, where this line completes what is to be known of it."""
         match = _FIELD.match(text)
