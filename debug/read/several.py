@@ -15,6 +15,7 @@ from titan_ckpt.store.base import ObjectInfo, Store
 SNIFFED_BYTES = 64 << 10
 MOST_SNIFFED = 64  # files
 _RANKED = re.compile(r"rank[_-]?\d{1,6}|(?:trace|dump|fr)\w{0,20}_\d{1,6}$", re.IGNORECASE)
+_RANK_FOLDER = re.compile(r"(?:global[_-]?)?(?:rank|proc|process)[_-]?\d{1,6}", re.IGNORECASE)  # of one rank's files
 _CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst|\.xz|\.bz2)?$", re.IGNORECASE)
 _HOST = re.compile(r"(?:node|host|gpu|worker|master|pod|ip|cn|n)[-_]?\d|\d{1,3}(?:[.-]\d{1,3}){3}", re.IGNORECASE)
 _SAID_RANK = re.compile(rb"\[rank(\d{1,6})\]:|\brank\s{0,8}: (\d{1,6}) \(local_rank")
@@ -54,7 +55,12 @@ def _incidents(store: Store, folder: str, files: Sequence[ObjectInfo]) -> list[s
         name, slash, _ = file.path[begin:].partition("/")
         inside[name if slash else ""].append(file)
     own = inside.pop("", [])
-    if not inside or are_pods(inside) or any(re.match(r"attempt_\d|step-\d", name) for name in inside):
+    if (
+        not inside
+        or are_pods(inside)
+        or all(map(_RANK_FOLDER.fullmatch, inside))
+        or any(re.match(r"attempt_\d|step-\d", name) for name in inside)
+    ):
         return [folder]
     found = {name: _incidents(store, f"{folder}/{name}" if folder else name, part) for name, part in inside.items()}
     if any(len(part) > 1 for part in found.values()) or _repeat_each_other(store, inside):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.records import Verdict
 
@@ -66,3 +68,15 @@ def test_links_to_containers_name_their_pods(tmp_path: Path) -> None:
         name = f"fit-worker-{worker}_ml_pytorch-{worker:064x}.log"
         (tmp_path / name).write_text(container_log(OWN if worker == 1 else PEER, 1))
     assert first_verdict(tmp_path).culprits == (1,)
+
+
+@pytest.mark.parametrize(
+    "place", ["rank_{}/stderr.log", "rank{}/out.log", "logs/rank-{}/train.log", "global_rank_{}/a.txt"]
+)
+def test_folders_of_ranks_are_one_incident(tmp_path: Path, place: str) -> None:
+    for rank in range(4):
+        path = tmp_path / place.format(rank)
+        path.parent.mkdir(parents=True)
+        path.write_text(STEPS + (OWN if rank == 2 else PEER))
+    assert open_run(tmp_path).incidents == ()
+    assert first_verdict(tmp_path).culprits == (2,)
