@@ -372,7 +372,8 @@ def _waiting(
         return []
     number = f"{'after ' * edge.is_after}#{edge.seq}"
     op = _operation_waited_for(run, edge) or _call(edge, chain, states) or "a collective"
-    more = sum(awaited == chain[0][1] for _, awaited in chain) - 1
+    kind = states[edge.waiter].kind  # a receive that waits for the same rank is another operation
+    more = sum(awaited == chain[0][1] and states[waiter].kind == kind for waiter, awaited in chain) - 1
     others = " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)" if more else ""
     return [
         Evidence.at(

@@ -343,7 +343,7 @@ async def test_groups_and_waits_lead_on() -> None:
     app = app_of("flight_recorder/chain", 4)
     async with app.run_test(size=(80, 24)) as pilot:
         await settled(app, pilot)
-        assert "1 behind by 1" in screen_text(app)
+        assert "rank 1 behind by 1" in screen_text(app)
         await press(app, pilot, "j enter")
         assert app.pane.number == 2
         assert "group tp1 (2 of 2)" in screen_text(app)

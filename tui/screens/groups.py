@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -138,16 +138,20 @@ def outliers_text(lane: Lane, newest: int) -> str:
     behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
     parts = []
     if behind:
-        parts.append(f"{ranks_text(behind, 4)} behind by {newest - min(last[rank] for rank in behind)}")
-    if silent:
-        parts.append(f"{ranks_text(silent, 4)} unknown")
+        parts.append(f"{_named(behind)} behind by {newest - min(last[rank] for rank in behind)}")
     column = first_mixed(lane.signature[:, -NEWEST:])
     if column is not None:
         codes = lane.signature[:, column]
         other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
         seq = lane.first_seq + lane.signature.shape[1] + column
-        parts.append(f"{ranks_text([lane.members[i] for i in other], 4)} differ{'s' * (len(other) == 1)} at #{seq}")
+        parts.append(f"{_named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}")
+    if silent:
+        parts.append(f"{_named(silent)} unknown")
     return "; ".join(parts)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, 4)}"
 
 
 def first_mixed(signature: Ints) -> int | None:
