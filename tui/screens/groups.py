@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = outliers_text(lane, newest)
+        odd = outliers_text(lane, newest, is_narrow=is_narrow)
         ranks = fitted(ranks_text(lane.members, 4), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
         yield row((fitted(name, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
@@ -131,22 +132,23 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
 
-def outliers_text(lane: Lane, newest: int) -> str:
+def outliers_text(lane: Lane, newest: int, *, is_narrow: bool) -> str:
     """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known."""
+    named = partial(ranks_text, limit=4) if is_narrow else _named
     last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
     silent = [rank for rank, is_silent in zip(lane.members, lane.is_silent, strict=True) if is_silent]
     behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
     parts = []
     if behind:
-        parts.append(f"{_named(behind)} behind by {newest - min(last[rank] for rank in behind)}")
+        parts.append(f"{named(behind)} behind by {newest - min(last[rank] for rank in behind)}")
     column = first_mixed(lane.signature[:, -NEWEST:])
     if column is not None:
         codes = lane.signature[:, column]
         other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
         seq = lane.first_seq + lane.signature.shape[1] + column
-        parts.append(f"{_named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}")
+        parts.append(f"{named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}")
     if silent:
-        parts.append(f"{_named(silent)} unknown")
+        parts.append(f"{named(silent)} unknown")
     return "; ".join(parts)
 
 
