@@ -61,6 +61,6 @@ def test_most_ranks_with_one_mistake_of_the_program_died_of_it(tmp_path: Path) -
     assert judged(tmp_path, text) == ("RANK_DIED", (0, 1, 3))
 
 
-def test_a_checkpoint_that_failed_on_one_rank_accuses_that_one_alone(tmp_path: Path) -> None:
+def test_a_save_that_failed_on_one_rank_accuses_no_other(tmp_path: Path) -> None:
     error = "torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([2])"
     assert not set(judged(tmp_path, STEPS + "".join(raised(rank, error) for rank in range(4)))[1]) & {0, 1, 3}

@@ -1,0 +1,1 @@
+"""How jobs and ranks end, and who is only a victim of that."""
