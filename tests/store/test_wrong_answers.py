@@ -289,6 +289,7 @@ def test_a_wrapper_forwards_the_whole_protocol(name: str, tmp_path: Path) -> Non
         "stat": ("x",), "exists": ("x",), "delete": (["x"],), "held_by_writes": (3,), "where": ("x",), "folders": ("",),
         "list": ("",), "honours_conditions": (), "free_bytes": (), "is_link": ("x",), "is_taken": ("x",), "leftovers": ("",),
         "write_if": ("x", b"2"), "read_whole": ("x",), "read_scattered": ("x", 0, [memoryview(bytearray(2))]),
+        "doing": ("work",),
     }  # fmt: skip
     named: dict[str, dict[str, Any]] = {"write_if": {"version": entry.version}, "read_whole": {"at_most": 9}}
     options = named.get(name, {})

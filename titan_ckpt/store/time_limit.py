@@ -101,6 +101,7 @@ class _Guarded(Store):
 
     def doing(self, what: str) -> None:
         self._work.last_call = what
+        self._inner.doing(what)
 
     def held_by_writes(self, num_files: int) -> int:
         return self._inner.held_by_writes(num_files)
