@@ -126,7 +126,7 @@ def test_varlen_attention_is_refused_on_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dp_shard": 1}, "attention=varlen computes in 16 bits: set mesh.param_dtype to bfloat16"),
+        ({"dp_shard": 1}, 'attention=varlen computes in 16 bits: set mesh.param_dtype = "bfloat16"'),
         (
             {"cp": 2, "param_dtype": "bfloat16"},
             "attention=varlen with cp=2: a ring merges the results of other kernels",

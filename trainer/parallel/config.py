@@ -246,7 +246,7 @@ def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
         )
     if parallel.attention == "varlen" and parallel.param_dtype == "float32":
         raise ConfigError(
-            "attention=varlen computes in 16 bits: set mesh.param_dtype to bfloat16 or float16, or use flex"
+            'attention=varlen computes in 16 bits: set mesh.param_dtype = "bfloat16", or use attention=flex'
         )
     if parallel.activation_checkpoint == "budget" and not parallel.compile:
         raise ConfigError("activation_checkpoint=budget is decided by the compiler: set compile=true")
