@@ -86,8 +86,8 @@ class JobText:
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
         writer = self._quoted_writer(line, writer)
-        own, is_begun = ("", False) if writer[0] == "rank" else self._prefixes.peel(line)
-        writer = ("prefix", own, 0) if own else writer
+        own, is_begun = self._prefixes.peel(line)
+        writer = ("prefix", own, 0) if own and writer == NOBODY else writer
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
         if line.is_nccl and "anks" in line.text:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.debug.log_names.test_pods import OWN, STEPS, first_verdict
+from tests.debug.log_names.test_pods import OWN, PEER, STEPS, first_verdict
 
 LABELLED = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for step in range(3) for rank in range(4))
 OOM = "".join(
@@ -82,6 +82,14 @@ def test_a_traceback_behind_an_unknown_prefix_is_seen(tmp_path: Path, prefix: st
     top = first_verdict(tmp_path)
     assert top.verdict not in ("RUNNING", "HEALTHY")
     assert any("KeyError" in item.text for item in top.evidence) or "KeyError" in top.headline
+
+
+def test_a_traceback_of_error_records_is_its_ranks(tmp_path: Path) -> None:
+    peer = "".join(f"2026-11-26 03:00:05,110 [rank {{0}}] ERROR {line}\n" for line in PEER.splitlines())
+    own = "".join(f"2026-11-26 03:00:05,101 [rank 3] ERROR {line}\n" for line in OWN.splitlines())
+    steps = "".join(f"2026-11-26 03:00:01,000 [rank {rank}] INFO step 1 loss 2\n" for rank in range(4))
+    (tmp_path / "job.log").write_text(steps + own + peer.format(0) + peer.format(1))
+    assert first_verdict(tmp_path).culprits == (3,)
 
 
 def test_a_rank_of_many_in_brackets_is_a_rank(tmp_path: Path) -> None:
