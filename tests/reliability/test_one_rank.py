@@ -23,6 +23,7 @@ from titan_ckpt.loading import meeting
 from titan_ckpt.loading.load import LoadPolicy, load
 from titan_ckpt.saving import saver as saver_module
 from titan_ckpt.saving import staging
+from titan_ckpt.saving.apart import uploader as uploader_module
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver
 from titan_ckpt.state import exchange
 from titan_ckpt.store.local import FileStore
@@ -108,7 +109,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 PATCHES: dict[str, tuple[Any, str, BaseException]] = {
     "arena": (staging, "Arena", MemoryError("no memory for staging")),
     "interrupt": (saver_module, "prepare", KeyboardInterrupt()),
-    "upload": (saver_module, "upload", BadTextError()),
+    "upload": (uploader_module, "upload", BadTextError()),
     "copies": (staging, "digest", RuntimeError("a digest that fails")),
 }
 
