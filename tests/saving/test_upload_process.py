@@ -63,7 +63,8 @@ def has_ended(pid: int) -> bool:
 def wait_for_its_first_buffer(saver: Saver) -> None:
     """Until the second save of STATE, which is paced, has sent some of its bytes."""
     size_bytes, give_up_s = open_checkpoint(saver._store.url).manifest.files[0].size_bytes, time.monotonic() + 30
-    while saver.metrics().uploaded_bytes == size_bytes and time.monotonic() < give_up_s:
+    while saver.metrics().uploaded_bytes == size_bytes:
+        assert time.monotonic() < give_up_s, "no buffer was sent"
         time.sleep(0.01)
 
 
@@ -126,11 +127,18 @@ def test_signals_to_the_whole_job_do_not_end_it(slow: tuple[Saver, int], number:
     assert saver.wait().step == 2  # type: ignore[union-attr]
 
 
-def test_it_ends_with_its_rank_in_the_middle_of_an_upload(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "last_act",
+    [
+        pytest.param("saver.save(STATE, step=2)", id="in the middle of an upload"),
+        pytest.param("os.kill(max(children()), signal.SIGSTOP)", id="though it is stopped"),
+    ],
+)
+def test_it_ends_with_its_rank(tmp_path: Path, last_act: str) -> None:
     program = (
         "import sys, time; from tests.saving.test_upload_process import *\n"
-        "saver = Saver(sys.argv[1], options(**SLOW)); saver.save(STATE, step=1).wait(); saver.save(STATE, step=2)\n"
-        "print(*children(), flush=True); time.sleep(600)"
+        f"saver = Saver(sys.argv[1], options(**SLOW)); saver.save(STATE, step=1).wait(); {last_act}\n"
+        "print(*children(), flush=True); time.sleep(600)"  # until it is killed
     )
     rank = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
@@ -154,22 +162,6 @@ def test_modules_beside_a_script_do_not_change_it(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, str(tmp_path / "run.py")], check=True)
     assert verify(str(tmp_path / "runs" / "a"), read_data=True) == []
-
-
-def test_it_ends_with_its_rank_though_it_is_stopped(tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from tests.saving.test_upload_process import *\n"
-        "saver = Saver(sys.argv[1], options()); saver.save(STATE, step=1).wait()\n"
-        "(pid,) = children(); os.kill(pid, signal.SIGSTOP)\n"
-        "print(pid, flush=True); time.sleep(600)"
-    )
-    rank = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert rank.stdout is not None
-    with rank.stdout:
-        pid = int(rank.stdout.readline())
-        rank.kill()
-        rank.wait()
-    assert has_ended(pid)
 
 
 def test_an_error_of_the_store_is_what_a_thread_would_raise(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ sys.path[:0] = [] if ours in sys.path else [ours]
 from titan_ckpt.saving.apart.child import main
 main(int(fd), int(rank_pid))
 """
+ENDS_WITHIN_S = 5.0  # once its socket is closed
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # what tools take a rank by; the process is none
 
 
@@ -123,7 +124,10 @@ class ProcessUploader(ThreadUploader):
         try:
             yield
         except (EOFError, OSError) as error:
-            code = process.wait()
+            try:
+                code = process.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:  # it lives: the error is another one, such as a lack of descriptors
+                raise error from None
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             why = "standard error says why, unless the package was changed meanwhile"
             if code == -signal.SIGKILL:
