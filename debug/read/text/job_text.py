@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
+from titan_ckpt.debug.read.text.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.messages import LANDMARKS
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
@@ -20,7 +21,6 @@ NOBODY: Writer = ("job", "", -1)
 MAX_WRITERS = 200_000
 
 
-TRACEBACK = "Traceback (most recent call last):"
 _MOST_PREFIX, _MOST_PREFIXES = 80, 64
 
 
@@ -32,7 +32,7 @@ class _OwnPrefixes:
 
     def peel(self, line: Line) -> tuple[str, bool]:
         """Take such a prefix off a line; it, or "", and whether its traceback began with the line before."""
-        at = line.text.find(TRACEBACK, 0, _MOST_PREFIX + len(TRACEBACK))
+        at = line.text.find(f"{TRACEBACK}:", 0, _MOST_PREFIX + len(TRACEBACK))
         if at > 0 and len(self._seen) < _MOST_PREFIXES:
             self._seen.add(line.text[:at])
         if not self._seen:
@@ -70,6 +70,7 @@ class JobText:
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _prefixes: _OwnPrefixes = field(default_factory=_OwnPrefixes)
+    _records: LogRecords = field(default_factory=LogRecords)
     _is_block: bool = False  # it repeats all that this process wrote
 
     def __post_init__(self) -> None:
@@ -86,6 +87,9 @@ class JobText:
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
         writer = self._quoted_writer(line, writer)
+        if self.default == NOBODY:
+            named = None if writer == NOBODY else writer
+            writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
         own, is_begun = self._prefixes.peel(line)
         writer = ("prefix", own, 0) if own and writer == NOBODY else writer
         if self.since_s is not None and self._is_old(writer, line.time_s):
@@ -104,7 +108,7 @@ class JobText:
             stream = self.writers[writer] = Stream(source=self.source, rank=writer[2] if writer[0] == "rank" else -1)
         before = stream.last_step
         if is_begun:
-            stream.take(number - 1, replace(line, text=TRACEBACK, shown=TRACEBACK))
+            stream.take(number - 1, replace(line, text=f"{TRACEBACK}:", shown=f"{TRACEBACK}:"))
         stream.take(number, line)
         if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
             self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job
@@ -190,7 +194,7 @@ class JobText:
             self._is_block = match["what"] == "Begin"
             self._quoted = ("rank", "", int(match["rank"])) if self._is_block else None
         elif not self._is_block and (line.time_s is not None or line.rank is not None or line.pid is not None):
-            is_record = writer[0] == "rank" and line.text.find(_TRACEBACK) > 0
+            is_record = writer[0] == "rank" and line.text.find(TRACEBACK) > 0
             self._quoted = writer if is_record else None
         return writer if self._quoted is None or writer[0] in ("rank", "pid") else self._quoted
 
@@ -206,7 +210,6 @@ class JobText:
         return self._old.get(writer, False)
 
 
-_TRACEBACK = "Traceback (most recent call last)"
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")

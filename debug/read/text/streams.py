@@ -12,6 +12,7 @@ from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKi
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
+from titan_ckpt.debug.read.text.log_records import CHAINED, TRACEBACK
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
@@ -24,8 +25,6 @@ MAX_SOURCE = 300  # characters of a source line
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
-_TRACEBACK = "Traceback (most recent call last)"
-_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _STEP = re.compile(r"\b(?:global_?)?(?:step[ =:#-]{0,3}|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
 _BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
@@ -110,7 +109,7 @@ class Stream:
             self.thread = text.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
         elif text.startswith("Exception ignored in"):
             self.is_ignored = True
-        elif _TRACEBACK in text:
+        elif TRACEBACK in text:
             self.frames, self.begin = [], number
             if not self.chained:
                 self.announced = re.sub(r"\d+", "#", self.previous[:200]) if _RECORD.search(self.previous[:200]) else ""
@@ -177,7 +176,7 @@ class Stream:
             self.crash = [text[match.start() :]]
 
     def _note_event(self, number: int, text: str) -> None:
-        if text.startswith(_CHAINED):
+        if text.startswith(CHAINED):
             self.chained, self.frames = True, None
             return
         if self.details and self._take_detail(text):
