@@ -5,7 +5,8 @@ torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d
 `--tag-output` and `--timestamp-output`, SageMaker's `[1,mpirank:3,algo-1]<stdout>:`, Hydra's `-prepend-rank`,
 `kubectl logs --prefix`, stern, docker compose, pdsh, Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`,
 `gcloud ai custom-jobs stream-logs`, NVRx's rank monitor, SGLang's `[TIME TP3]`, NCCL's `host:pid:tid [device] NCCL INFO`,
-CRI's log format, syslog and the kernel's ring buffer.
+CRI's log format, syslog and the kernel's ring buffer; Determined's `<info> [TIME] CONTAINER [rank=3] || `
+(harness/determined/common/api/logs.py), the fields of `logging`, `TIME - NAME - LEVEL - FILE:LINE - `, before a rank.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Line:
     time_s: float | None = None
     zone: str = ""  # of that time, as `clocks.zone_of` gives it
     is_nccl: bool = False  # NCCL wrote it: `pid` is the rank's own process
+    level: str = ""  # of a log record, where it stood before other prefixes
 
 
 _Take = Callable[[Line, re.Match[str]], None]
@@ -98,6 +100,14 @@ def _nccl(line: Line, match: re.Match[str]) -> None:
     line.host, line.pid, line.is_nccl = match["host"], int(match["pid"]), True
 
 
+def _local(line: Line, match: re.Match[str]) -> None:
+    line.local_rank = int(match["rank"])
+
+
+def _fields_of_record(line: Line, match: re.Match[str]) -> None:
+    line.level = next((field for field in match[0].split(" - ") if field.strip("- ") in _LEVELS), "").strip("- ")
+
+
 def _nothing(_line: Line, _match: re.Match[str]) -> None:
     return
 
@@ -126,14 +136,23 @@ _PAREN: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("=", re.compile(r"\((?P<fields>[^()]{0,200}\b(?:pid|ip|rank)=[^()]{0,200})\) ?"), _fields),
 )
 _PIPE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (  # fields of loguru and logging, between bars
+    ("||", re.compile(r"\|\| "), _nothing),
     (
         "rank",
         re.compile(rf"\| {{0,4}}(?:[A-Z]{{4,8}} {{0,4}}\| {{0,4}})?(?:global_)?rank ?[=:] ?{_N} {{0,4}}\| ?"),
         _rank,
     ),
 )
+_ANGLE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ("> ", re.compile(r"<(?:trace|debug|info|warning|error|critical)> {1,8}(?=\[\d{4}-)"), _nothing),
+)
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_DASH: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ("ank", re.compile(r"(?:- [\w.:/]{1,80} ){1,4}- (?=[\[(<]?[Rr]ank)"), _fields_of_record),
+)
 _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
+    (" [rank=", re.compile(r"[0-9a-f]{8} (?=\[rank=)"), _nothing),
     (
         ".py:",
         re.compile(r"(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,60}/)?multiproc_executor\.py:\d{1,5}\] "),
@@ -159,10 +178,16 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         _host,
     ),
 )
+_BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH}
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _task),
     "hydra": (re.compile(rf"\[{_N}\]:? "), _task),
+    "parenthesis": (re.compile(rf"\({_N}\) "), _rank),
+    "angle": (re.compile(rf"<[Rr]ank[=: ]?{_N}> ?"), _rank),
+    "index": (re.compile(rf"[Rr]ank\[{_N}\]:? "), _rank),
+    "short": (re.compile(rf"\[?(?:[\w.-]{{1,60}}[:/])?r{_N}[\]>|]? "), _rank),
+    "gpu": (re.compile(rf"\[(?:gpu|GPU|cuda)[ :_]?{_N}\] "), _local),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
     "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _host),
 }
@@ -184,21 +209,18 @@ def peel(line: str, weak: Sequence[str] = (), year: int = 1970) -> Line:
             break
         time = line[at : at + end] if is_time else time
         at += end
-    found.text, found.shown = line[at:], time + line[at:]
+    found.text = f"{found.level} {line[at:]}" if found.level else line[at:]
+    found.shown = time + found.text
     return found
 
 
 def _layer(head: str, found: Line, weak: Sequence[str], year: int) -> tuple[int, bool]:
     """How much of `head` its first prefix takes, and whether that is a time."""
     first = head[:1]
-    if first == "[":
-        rules = _BRACKET
-    elif first == "(":
-        rules = _PAREN
-    elif first == "|":
-        rules = _PIPE
-    elif first.isalnum():
+    if first.isalnum():
         rules = _WORD
+    elif first in _BY_SIGN:
+        rules = _BY_SIGN[first]
     elif first == " " and weak:
         rules = ()
     else:
@@ -261,7 +283,7 @@ def weak_prefixes(lines: Sequence[str], year: int = 1970) -> tuple[tuple[str, ..
     enabled: list[str] = []
     peeled = [peel(line, (), year) for line in lines]
     for _ in range(3):
-        rests = [line.text for line in peeled]
+        rests = [line.text.removeprefix(f"{line.level} ") if line.level else line.text for line in peeled]
         rests = [rest for rest in rests if rest.strip() and not rest.startswith(_UNLABELLED)]
         new = next((name for name in _WEAK if name not in enabled and _is_usual(name, rests)), None)
         if new is None:
@@ -281,7 +303,20 @@ def _is_usual(name: str, rests: Sequence[str]) -> bool:
     known = sum(labels.values())
     if not known or known < LEAST_SHARE * len(rests) or (name in ("hydra", "srun") and _counts_up(rests, pattern)):
         return False
+    if name in _OF_PROGRAMS:
+        return _are_side_by_side([int(match["rank"]) for rest in rests if (match := pattern.match(rest[:_LOOK]))])
     return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
+
+
+_OF_PROGRAMS = ("parenthesis", "angle", "index", "short", "gpu")  # which mean what their programs want
+
+
+def _are_side_by_side(numbers: Sequence[int]) -> bool:
+    """Whether numbers are those of processes that run together: all from 0, each seen after a higher one. What counts epochs or
+    items only grows."""
+    highest = itertools.accumulate(numbers, max)
+    again = {number for number, high in zip(numbers, highest, strict=True) if number < high}
+    return bool(again) and again == set(range(max(numbers)))
 
 
 def _counts_up(rests: Sequence[str], pattern: re.Pattern[str]) -> bool:
