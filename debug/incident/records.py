@@ -262,13 +262,13 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """How torchrun (or a drill) ended; `code` is None if its log does not show it. `num_unmoved`: workers that did not end when
-    it sent them SIGTERM."""
+    """How torchrun (or a drill) ended, if that is shown. `is_shared`: all processes write to its console, without prefixes."""
 
     source: str
     code: int | None = None
     first_rank: int | None = None
-    num_unmoved: int = 0
+    num_unmoved: int = 0  # workers that SIGTERM did not end
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

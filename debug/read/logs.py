@@ -244,7 +244,7 @@ def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit], last: int) -> 
     if not found:
         return []
     first = min(who.rank(("local", f"{text.scope}|", 0)), min(found))
-    if not pids and text.endings.is_elastic:  # torchrun stops all that still run: who is between others had ended well
+    if not pids and text.endings.has_failed:  # torchrun stops all that still run: who is between others had ended well
         is_table = all(ended.time_s is not None for ended in found.values())
         ended_well = [rank for rank in range(first, max(max(found), last + 1 if is_table else 0)) if rank not in found]
         return [Exit(rank=rank, code=0, source=text.source) for rank in ended_well[:MOST_LEFT]]
@@ -337,7 +337,7 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             if text.endings.code is None and of_file:
                 code = 1
             return Launcher(
-                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved)
+                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared
             )  # fmt: skip
     return None
 

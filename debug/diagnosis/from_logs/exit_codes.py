@@ -16,8 +16,8 @@ from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
 
 UNCAUGHT = 1  # how Python ends for any uncaught exception: a victim's, too
 _LAUNCHERS = re.compile(
-    r"\s*(?:srun:|slurmstepd:|mpirun|mpiexec|prterun|-{5,}|={5,}|MPI_ABORT|with errorcode|Abort\(|Primary job|Process name:"
-    r"|Exit code:|\[rank: \d+\] Child process|[Pp]rocess \d+ terminated)"
+    r"\s*(?:srun:|slurmstepd:|mpirun|mpiexec|prterun|-{5,}|={5,}|MPI_ABORT|with errorcode|Abort\(|Primary job"
+    r"|the job to be terminated|Process name:|Exit code:|\[rank: \d+\] Child process|[Pp]rocess \d+ terminated)"
 )
 _NO_TROUBLE = (EventKind.SIGTERM, EventKind.CANCELLED)
 
@@ -34,7 +34,7 @@ def by_exit_codes(run: Run) -> Iterator[Verdict]:
         return
     code = first[0].exit.code if first[0].exit else 0
     is_shown = _would_show(run, first)
-    if code == UNCAUGHT and not is_shown:
+    if code == UNCAUGHT and not is_shown and not _left_alone(run, first[0]):
         return
     basis = Basis.EXIT_CODE if is_shown else Basis.EXIT_CODE_ALONE
     yield _verdict([record for record in failed if record.exit and record.exit.code == code], code, run, basis)
@@ -73,12 +73,30 @@ def _was_killed(record: RankRecord) -> bool:
 
 def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:
     """Whether the text at hand would hold the traceback of an exception: the rank's own lines, or a console that all write to."""
-    is_elastic = run.launcher is not None and run.launcher.code is not None
-    if is_elastic:
-        return all(record.log is not None and record.log.error_end is not None for record in first)
+    if run.launcher is not None and run.launcher.code is not None:
+        console = run.launcher.source  # with labels: the launcher's own message shows that it holds what goes to stderr
+        logs = [record.log for record in first]
+        return all(log and (log.error_end is not None or (log.tail and log.source == console)) for log in logs)
     lines = run.job_log.tail if run.job_log is not None else ()
     is_console = any(line.strip() and not _LAUNCHERS.match(line) for line in lines)
     return is_console or all(record.log is not None and record.log.tail for record in first)
+
+
+SHORTEST_TIMEOUT_S = 30.0  # for which programs wait for peers; torch's shortest default is 300 s, for its store
+
+
+def _left_alone(run: Run, record: RankRecord) -> bool:
+    """Whether it ended in a console that shows the errors of all, without a word, while all others ran until their launcher ended
+    them, and no standstill came before, in which it may have waited."""
+    log, launcher, ended = run.job_log, run.launcher, record.exit
+    others = [other.exit for other in run.ranks.values() if other is not record]
+    if ended is None or launcher is None or not others or not all(other and other.was_told for other in others):
+        return False
+    if log is None or not launcher.is_shared or ended.source != launcher.source or ended.time_s is None:
+        return False
+    last_s = max(log.step_times.values(), default=None)
+    is_at_work = last_s is not None and 0 <= ended.time_s - last_s < SHORTEST_TIMEOUT_S
+    return is_at_work and not any(_HANG.search(line) for line in log.tail)
 
 
 def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) -> Verdict:

@@ -118,6 +118,8 @@ class Endings:
         """Keep what a cluster manager or launcher says."""
         if said.told_pid is not None:
             self._tell(said.told_pid, -int(Signals.SIGTERM), line.time_s)
+        elif said.task is not None:
+            self._task(number, said.task, said.code, is_first=said.is_first)
         elif said.kind is not None:
             self._note(said.kind, number, said.text or line.text, **said.values)
 

@@ -71,10 +71,16 @@ class JobText:
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _prefixes: _OwnPrefixes = field(default_factory=_OwnPrefixes)
     _records: LogRecords = field(default_factory=LogRecords)
+    _row: Writer | None = None  # the rank whose traceback a launcher's table holds
     _is_block: bool = False  # it repeats all that this process wrote
 
     def __post_init__(self) -> None:
         self.nccl = NcclCalls(source=self.source)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the program's steps stand in it without a prefix: then all its processes write to it, errors too."""
+        return NOBODY in self.writers and self.writers[NOBODY].last_step is not None
 
     def take(self, number: int, line: Line) -> None:
         """Account for one written line, its prefixes taken off."""
@@ -86,7 +92,7 @@ class JobText:
             writer = self._named_inside(line, writer)
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
-        writer = self._quoted_writer(line, writer)
+        writer = self._row_writer(line) or self._quoted_writer(line, writer)
         if self.default == NOBODY:
             named = None if writer == NOBODY else writer
             writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
@@ -185,6 +191,16 @@ class JobText:
         if pid:
             self.links.setdefault(("pid", "", int(pid)), rank)
 
+    def _row_writer(self, line: Line) -> Writer | None:
+        """Whose traceback it is in a row of torchrun's table, indented (elastic/multiprocessing/errors: `_format_failure`)."""
+        row = self.endings.found[-1] if self.endings.found and line.text.startswith(_ROW) else None
+        if row is not None and row.rank is not None:
+            self._row, line.text = ("rank", "", row.rank), f"{TRACEBACK}:"
+        elif self._row is not None:
+            self._row = self._row if line.text.startswith("  ") else None
+            line.text = line.text[2:] if self._row else line.text
+        return self._row
+
     def _quoted_writer(self, line: Line, writer: Writer) -> Writer:
         """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`, between composer's
         rulers, or in a record of a logger that goes on after `Traceback`: until a line has a writer of its own."""
@@ -210,6 +226,7 @@ class JobText:
         return self._old.get(writer, False)
 
 
+_ROW = f"  traceback : {TRACEBACK}:"
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")

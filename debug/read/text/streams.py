@@ -43,6 +43,7 @@ _ALONE = re.compile(
 )
 _SUMMARIES = ("ChildFailedError", "ProcessRaisedException", "ProcessExitedException")
 _OF_LAUNCHERS = (*_SUMMARIES, "AlgorithmError", "ExecuteUserScriptError", "RayTaskError")
+_HOROVOD = "Horovod detected that one or more processes exited"
 _WITHOUT_MESSAGE = ("AssertionError", "NotImplementedError")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
 _LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
@@ -332,7 +333,7 @@ def _understood(
     match = raised or logged
     if match is None:
         return said
-    if match.group(1).endswith(_SUMMARIES):  # a launcher's summary of what its workers logged
+    if match.group(1).endswith(_SUMMARIES) or _HOROVOD in text:  # a launcher's summary of what its workers logged
         return None
     values = {"type": match.group(1), "message": (match.group(2) or "")[:400]}
     if said is not None and said[0] in _FIRST_KINDS:
@@ -347,7 +348,7 @@ def _understood(
 def _alone(text: str) -> tuple[EventKind, dict[str, str]] | None:
     """An exception's type and message without a traceback: what a program logs of an error, which it may outlive."""
     match = _ALONE.match(text)
-    if match is None or match.group(1).endswith(_OF_LAUNCHERS):
+    if match is None or match.group(1).endswith(_OF_LAUNCHERS) or _HOROVOD in text:
         return None
     if match.group(2) is None and match.group(1) not in _WITHOUT_MESSAGE:
         return None

@@ -53,7 +53,7 @@ def test_a_good_end_in_one_file_is_none_of_errors_in_another(tmp_path: Path) -> 
         "exit code: 1", "exit status 139", "command terminated with exit code 137", "make: *** [Makefile:12: train] Error 137",
         "Process finished with exit code 137 (interrupted by signal 9:SIGKILL)", "ERROR: Job failed: exit code 1",
         "##[error]Process completed with exit code 1.", "Finished: FAILURE", "srun: error: Unable to create step for job 12",
-        "ERROR:  One or more process (first noticed rank 11) terminated with signal 9 (core dumped)",
+        "ERROR:  One or more process (first noticed rank 11) terminated with signal 15",
     ],
 )  # fmt: skip
 def test_a_job_that_ended_with_an_error_is_not_running(tmp_path: Path, last: str) -> None:

@@ -290,7 +290,8 @@ def test_rank_that_torchrun_stopped_is_found_by_elimination() -> None:
 
 def test_rank_that_torchrun_had_not_to_stop_ended_well() -> None:
     text = (
-        "[rank0]: hi\nE1122 01:53:32.1 1 torch/distributed/elastic/agent/server/api.py:9] x\n"
+        "[rank0]: hi\nE1122 01:53:32.1 1 torch/distributed/elastic/multiprocessing/api.py:9] failed (exitcode: 1) local_rank: 2 "
+        "(pid: 1203) of binary: python\n"
         "  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 1203)\n  rank      : 0 (local_rank: 0)\n  exitcode  : 1 "
         "(pid: 1201)\n"
     )

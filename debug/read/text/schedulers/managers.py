@@ -1,11 +1,11 @@
 """How jobs ended, by what cluster managers and launchers other than torchrun say: LSF, PBS, Slurm's accounting, Kubernetes, cloud
 services, Ray, DeepSpeed. They know hosts, pods and processes, rarely ranks.
 
-Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs" and bsub's job report; the PBS Professional and TORQUE
-guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1) (job states); `kubectl get events` (kubelet's
-pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet (node_manager.cc,
-worker_killing_policy); the manuals of docker and compose; deepspeed/launcher/launch.py (`sigkill_handler`); SkyPilot's
-sky/backends/task_codegen.py.
+Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs", bsub's job report, jsrun's message as quoted by its
+users; the PBS Professional and TORQUE guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1);
+`kubectl get events` (kubelet's pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet
+(node_manager.cc, worker_killing_policy); the manuals of docker and compose; deepspeed/launcher/launch.py (`sigkill_handler`);
+horovod/runner/gloo_run.py; SkyPilot's sky/backends/task_codegen.py.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ class Said:
     text: str = ""
     kind: EventKind | None = None
     told_pid: int | None = None
+    task: int | None = None  # which of the launcher's processes ended, with `code`
+    code: int = 0
+    is_first: bool = False
     values: dict[str, str] = field(default_factory=dict)
 
 
@@ -36,6 +39,7 @@ class Managers:
 
     _states: dict[str, EventKind] = field(default_factory=dict)  # that the table of jobs may hold whose head was read
     _actor: str = ""
+    _first: int | None = None  # which horovodrun names, its code on the next line
     _actor_lines: int = 0  # lines that may still tell which actor of Ray died
 
     def take(self, line: Line) -> Iterator[Said]:
@@ -50,6 +54,18 @@ class Managers:
         for words, take in _RULES:
             if any(word in text for word in words) or (self._states and take is Managers.table):
                 yield from take(self, text, line)
+
+    def first(self, text: str, _line: Line) -> Iterator[Said]:
+        """The process that ended first, as jsrun and horovodrun say it; horovodrun also gives the codes of all."""
+        if match := _JSRUN.search(text):
+            yield Said(task=int(match["task"]), code=-int(match["signal"]), is_first=True)
+        elif match := _HOROVOD.match(text):
+            yield Said(task=int(match["task"]), code=_of_shell(int(match["code"])))
+        elif match := _HOROVOD_NAME.match(text):
+            self._first = int(match["task"])
+        elif self._first is not None and (match := _HOROVOD_CODE.match(text)):
+            yield Said(task=self._first, code=_of_shell(int(match["code"])), is_first=True)
+            self._first = None
 
     def deepspeed(self, text: str, line: Line) -> Iterator[Said]:
         """`[launch.py:341:sigkill_handler] ['python', 'train.py', '--local_rank=3'] exits with return code = -9`: the code of the
@@ -132,6 +148,11 @@ class Managers:
             yield Said(kind=EventKind.KILLED, values={"rank": match["rank"]})
 
 
+def _of_shell(code: int) -> int:
+    """A code that may have passed through a shell, which gives a signal as 128 more."""
+    return 128 - code if code - 128 in set(Signals) else code
+
+
 def _of_host(host: str, code: int) -> Said:
     """The exit code of a host's process."""
     signal = -code if code < 0 else code - 128 if code > 128 else 0
@@ -153,6 +174,10 @@ def _oom_if(word: str, text: str) -> dict[str, str]:
     return {"cause": "oom"} if word in text else {}
 
 
+_JSRUN = re.compile(r"\(first noticed rank (?P<task>\d{1,6})\) terminated with signal (?P<signal>\d{1,2})\b")
+_HOROVOD = re.compile(r"Process (?P<task>\d{1,6}) exit with status code (?P<code>\d{1,3})\.\s*$")
+_HOROVOD_NAME = re.compile(r"Process name: (?P<task>\d{1,6})\s*$")
+_HOROVOD_CODE = re.compile(r"Exit code: (?P<code>\d{1,3})\s*$")
 _DEEPSPEED = re.compile(r"exits with return code = (?P<code>-?\d{1,4})\s*$")
 _KILLING = re.compile(r"sigkill_handler\] Killing subprocess (?P<pid>\d{1,9})\b")
 _LSF = re.compile(r"\bTERM_(?P<reason>[A-Z_]{3,30}): job killed")
@@ -198,6 +223,7 @@ _DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<h
 _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3})\s*$")
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
+    (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
     (("TERM_",), Managers.lsf),
     (("PBS: job killed",), Managers.pbs),
