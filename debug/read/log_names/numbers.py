@@ -1,7 +1,9 @@
-"""Logs whose names differ in one number alone, `0.log` to `3.log`: the number is the rank where they were written side by side.
+"""Logs whose names, or whose folders' names, differ in one number alone, `0.log` to `3.log` or `worker_0/log.txt` to
+`worker_3/log.txt`: the number is the rank where they were written side by side.
 
-Names of that form are made by `srun --output=%t.log`, Azure ML (`std_log_process_00.txt`) and users' own loops. Rotated parts of
-one log and the attempts of one process have such names too, but follow each other in time.
+Names of that form are made by `srun --output=%t.log`, Azure ML (`std_log_process_00.txt`), Paddle (`workerlog.0`:
+python/paddle/distributed/launch/controllers/collective.py) and users' own loops. Rotated parts of one log and the attempts of one
+process have such names too, but follow each other in time.
 """
 
 from __future__ import annotations
@@ -14,10 +16,16 @@ from titan_ckpt.debug.read.text.job_text import NOBODY, JobText
 from titan_ckpt.debug.read.text.streams import Stream
 
 MOST_TEXTS = 65_536
-_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d{1,6})(?P<after>(?:\.[A-Za-z]{1,8}){1,3})$")
+_NAMES = (
+    re.compile(r"(?P<before>workerlog\.)(?P<number>\d{1,6})(?P<after>)$"),
+    re.compile(r"(?P<before>[^/]*?)(?P<number>\d{1,6})(?P<after>(?:\.[A-Za-z]{1,8}){1,3})$"),
+)
+_FOLDERS = (re.compile(r"(?P<before>[^/\d]{0,60})(?P<number>\d{1,6})(?P<after>/[^/]{1,255})$"),)
+_OF_LAUNCHERS = ("std_log_process_", "workerlog.")  # which number processes
 # Numbers of what may hold several ranks, or follow each other.
 _NO_RANKS = re.compile(
-    r"(?:node|host|machine|pod|attempt|try|restart|run|job|epoch|step|part|log)[._-]?$", re.IGNORECASE
+    r"(?:node|host|machine|pod|attempt|try|restart|run|job|epoch|step|part|log|trial|fold|seed|exp(?:eriment)?|version)[._-]?$",
+    re.IGNORECASE,
 )
 
 
@@ -31,17 +39,28 @@ def name_ranks(texts: Sequence[JobText]) -> None:
         for rank, text in own.items():
             text.writers[("rank", "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))
         return
-    folders: defaultdict[str, defaultdict[str, dict[int, JobText]]] = defaultdict(lambda: defaultdict(dict))
-    for text in texts[:MOST_TEXTS]:
-        folder, _, name = text.source.rpartition("/")
-        match = _NUMBER.match(name)
-        if match is not None and not _NO_RANKS.search(match["before"]):
-            folders[folder][f"{match['before']}#{match['after']}"][int(match["number"])] = text
-    complete = [found for by_name in folders.values() for found in _complete(by_name)]
-    if len(complete) == 1 and (_are_of_azure(complete[0]) or _are_side_by_side(complete[0])):
+    complete = _numbered(texts, _NAMES, depth=1) or _numbered(texts, _FOLDERS, depth=2)
+    if len(complete) != 1 or _is_denied(complete[0]):
+        return
+    if _are_of_launchers(complete[0]) or _are_side_by_side(complete[0]):
         for number, of_number in complete[0].items():
             for text in of_number:
                 text.writers[("rank", "", number)] = text.writers.pop(NOBODY, Stream(source=text.source))
+
+
+def _numbered(
+    texts: Sequence[JobText], patterns: Sequence[re.Pattern[str]], *, depth: int
+) -> list[dict[int, list[JobText]]]:
+    """The logs of each folder by the number in the last `depth` parts of their paths, where these are complete."""
+    folders: defaultdict[str, defaultdict[str, dict[int, JobText]]] = defaultdict(lambda: defaultdict(dict))
+    for text in texts[:MOST_TEXTS]:
+        parts = text.source.split("/")
+        name = "/".join(parts[-depth:])
+        match = next((found for pattern in patterns if (found := pattern.match(name))), None)
+        if match is not None and (match["before"] in _OF_LAUNCHERS or not _NO_RANKS.search(match["before"])):
+            form = f"{match['before']}#{match['after']}"
+            folders["/".join(parts[:-depth])][form][int(match["number"])] = text
+    return [found for by_name in folders.values() for found in _complete(by_name)]
 
 
 _PLACES = ("rank", "local", "task", "node", "host", "pid")
@@ -63,9 +82,15 @@ def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, li
     return [dict(found)]
 
 
-def _are_of_azure(logs: Mapping[int, Sequence[JobText]]) -> bool:
-    """Whether Azure ML named these logs, by the number of the process."""
-    return all("std_log_process_" in text.source for of_number in logs.values() for text in of_number)
+def _is_denied(logs: Mapping[int, Sequence[JobText]]) -> bool:
+    """Whether a rank introduces itself in a log of another number: then each log holds several."""
+    return any(text.introduced not in (None, number) for number, found in logs.items() for text in found)
+
+
+def _are_of_launchers(logs: Mapping[int, Sequence[JobText]]) -> bool:
+    """Whether a launcher named these logs, by the numbers of its processes."""
+    names = [text.source.rpartition("/")[2] for of_number in logs.values() for text in of_number]
+    return any(all(name.startswith(word) for name in names) for word in _OF_LAUNCHERS)
 
 
 def _are_side_by_side(logs: Mapping[int, Sequence[JobText]]) -> bool:

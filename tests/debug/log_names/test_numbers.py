@@ -21,6 +21,44 @@ def test_number_of_a_log_is_its_rank(tmp_path: Path, name: str) -> None:
     assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
 
 
+@pytest.mark.parametrize("name", ["worker_{}/log.txt", "{}/stdout", "proc_{}/console.txt", "out/worker-{}/train.log"])
+@pytest.mark.parametrize("others", [PEER, ""], ids=["lost", "quiet"])
+def test_number_of_a_folder_is_its_rank(tmp_path: Path, name: str, others: str) -> None:
+    for number in range(4):
+        path = tmp_path / name.format(number)
+        path.parent.mkdir(parents=True)
+        path.write_text(steps(10) + (OWN if number == 2 else others))
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
+
+
+def test_number_of_a_log_of_paddle_is_its_rank(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"workerlog.{number}").write_text("loading\n" + (OWN if number == 1 else PEER))
+    assert first_verdict(tmp_path).culprits == (1,)
+
+
+FOLDERS = {
+    "in turn": ("worker_{}/log.txt", (0, 1, 2), [10, 11, 12], ""),
+    "of trials": ("trial_{}/log.txt", (0, 1, 2), [10, 10, 10], ""),
+    "of nodes": ("node{}/log.txt", (0, 1, 2), [10, 10, 10], ""),
+    "from 1": ("worker_{}/log.txt", (1, 2, 3), [10, 10, 10], ""),
+    "with a gap": ("worker_{}/log.txt", (0, 2, 3), [10, 10, 10], ""),
+    "of several ranks": ("worker_{}/log.txt", (0, 1, 2), [10, 10, 10], "rank {}/12 starts\n"),
+    "of rotated logs": ("console.{}", (0, 1, 2), [10, 10, 10], ""),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_something_else_are_no_ranks(tmp_path: Path, name: str) -> None:
+    form, numbers, minutes, said = FOLDERS[name]
+    for place, (number, minute) in enumerate(zip(numbers, minutes, strict=True)):
+        path = tmp_path / form.format(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(said.format(4 * place) + steps(minute) + (OWN if place == 1 else PEER))
+    assert first_verdict(tmp_path).culprits == ()
+
+
 def test_output_and_errors_are_of_one_rank(tmp_path: Path) -> None:
     for number in range(3):
         (tmp_path / f"{number}.out").write_text(steps(10))
