@@ -120,6 +120,8 @@ class Endings:
             self._tell(said.told_pid, -int(Signals.SIGTERM), line.time_s)
         elif said.task is not None:
             self._task(number, said.task, said.code, is_first=said.is_first)
+        elif said.shell:
+            self._kubernetes_or_shell(number, line, said.shell)
         elif said.kind is not None:
             self._note(said.kind, number, said.text or line.text, **said.values)
 
@@ -148,7 +150,7 @@ class Endings:
         elif "Root Cause" in text or "first observed failure" in text:
             self._first = True
         elif match := _BLOCK_TIME.match(text):
-            self._time_s = _table_time(match)
+            self._time_s = seconds(match, 1970)
         elif match := _BLOCK_RANK.match(text):
             self._rank = int(match["rank"]), int(match["local"])
         elif self._rank is not None and (match := _BLOCK_EXIT.match(text)):
@@ -387,11 +389,6 @@ def _agent(text: str) -> str:
     """The process number of the launcher that wrote a line."""
     match = _AGENT.match(text)
     return match["pid"] if match else ""
-
-
-def _table_time(match: re.Match[str]) -> float | None:
-    """The moment in a torchrun table."""
-    return seconds(match, 1970)
 
 
 def _number(name: str) -> int:

@@ -18,6 +18,7 @@ from signal import SIGKILL, Signals
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.messages import NO_DIGITS, without
 from titan_ckpt.debug.read.text.prefixes import Line
+from titan_ckpt.debug.read.text.schedulers.shells import PLACES, in_english
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Said:
     task: int | None = None  # which of the launcher's processes ended, with `code`
     code: int = 0
     is_first: bool = False
+    shell: str = ""  # a line of bash, in English
     values: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,6 +68,11 @@ class Managers:
         elif self._first is not None and (match := _HOROVOD_CODE.match(text)):
             yield Said(task=self._first, code=_of_shell(int(match["code"])), is_first=True)
             self._first = None
+
+    def shell(self, text: str, _line: Line) -> Iterator[Said]:
+        """A line of bash in another language."""
+        if english := in_english(text):
+            yield Said(shell=english)
 
     def deepspeed(self, text: str, line: Line) -> Iterator[Said]:
         """`[launch.py:341:sigkill_handler] ['python', 'train.py', '--local_rank=3'] exits with return code = -9`: the code of the
@@ -223,6 +230,7 @@ _DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<h
 _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3})\s*$")
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
+    (PLACES, Managers.shell),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
     (("TERM_",), Managers.lsf),
