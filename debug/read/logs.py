@@ -5,7 +5,6 @@ A rank that logs "connection closed by peer" or "timed out" is a witness, not a 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,8 @@ from signal import Signals
 from titan_ckpt.debug.incident.contradictions import is_last_word, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
-from titan_ckpt.debug.read.log_names.services import single_process_hosts
+from titan_ckpt.debug.read.log_names.places import offsets
+from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
 from titan_ckpt.debug.read.text.endings import Ending, Note
 from titan_ckpt.debug.read.text.job_text import JobText, Writer
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
@@ -110,14 +110,16 @@ class _Who:
             self.spawned.update({pid: self._on_one_host(text, local) for pid, local in text.endings.spawned.items()})
         self._pids.update(self.spawned)
         self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
-        self._offsets = _offsets(texts, self.links)
+        self._offsets = offsets(texts, self.links)
         self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
         has_launcher = any(text.endings.has_launcher for text in texts)
         has_places = (
             has_launcher or any(writer[0] in ("rank", "local", "task") for writer in writers) or bool(self.links)
         )
         nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
-        self._nodes = {} if has_places else {**nodes, **single_process_hosts(writers)}
+        self._nodes = (
+            hosts_of_one_rank(writers, self.hosts) if has_places else {**nodes, **single_process_hosts(writers)}
+        )
 
     def _learn(self, text: JobText, ending: Ending) -> None:
         if ending.rank is None or (ending.is_task and self.tasks.of_ending(ending) != ending.rank):
@@ -176,29 +178,6 @@ class _Who:
         short = host.partition(".")[0]
         known = [rank for rank, name in self.hosts.items() if short and name.partition(".")[0] == short]
         return known or [rank for writer, rank in self._nodes.items() if writer[1] == host]
-
-
-def _offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, int]:
-    """The first rank of each place in which local ranks count: as a line shows it, else in the order of the hosts."""
-    offsets: dict[str, int] = {}
-    for (kind, place, number), rank in links.items():
-        if kind == "local" and rank >= number:
-            offsets.setdefault(place, rank - number)
-    sizes: defaultdict[str, int] = defaultdict(int)
-    for text in texts:
-        for kind, place, number in text.writers:
-            if kind == "local":
-                sizes[place] = max(sizes[place], number + 1)
-    if len(sizes) > 1 and not set(sizes) & set(offsets) and len({re.sub(r"\d+", "#", place) for place in sizes}) == 1:
-        begin = 0
-        for place in sorted(sizes, key=_natural):
-            offsets[place] = begin
-            begin += sizes[place]
-    return offsets
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
 
 
 # --------------------------------------------------------------------------------------------------------- endings

@@ -39,27 +39,39 @@ def name_ranks(texts: Sequence[JobText]) -> None:
         for rank, text in own.items():
             text.writers[("rank", "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))
         return
-    complete = _numbered(texts, _NAMES, depth=1) or _numbered(texts, _FOLDERS, depth=2)
+    complete = _numbered(texts, _NAMES, depth=1) or _numbered(texts, _FOLDERS, depth=2) or _introduced(texts)
     if len(complete) != 1 or _is_denied(complete[0]):
         return
-    if _are_of_launchers(complete[0]) or _are_side_by_side(complete[0]):
+    if _are_introduced(complete[0]) or _are_of_launchers(complete[0]) or _are_side_by_side(complete[0]):
         for number, of_number in complete[0].items():
             for text in of_number:
                 text.writers[("rank", "", number)] = text.writers.pop(NOBODY, Stream(source=text.source))
 
 
+def _introduced(texts: Sequence[JobText]) -> list[dict[int, list[JobText]]]:
+    """Logs whose names count something else, as HTCondor's `job.0.out`, but whose ranks say that they have these numbers."""
+    return [found for found in _numbered(texts, _NAMES, depth=1, are_any=True) if _are_introduced(found)]
+
+
+def _are_introduced(logs: Mapping[int, Sequence[JobText]]) -> bool:
+    return all(any(text.introduced == number for text in found) for number, found in logs.items())
+
+
 def _numbered(
-    texts: Sequence[JobText], patterns: Sequence[re.Pattern[str]], *, depth: int
+    texts: Sequence[JobText], patterns: Sequence[re.Pattern[str]], *, depth: int, are_any: bool = False
 ) -> list[dict[int, list[JobText]]]:
-    """The logs of each folder by the number in the last `depth` parts of their paths, where these are complete."""
+    """The logs of each folder by the number in the last `depth` parts of their paths, where these are complete. `are_any`: of
+    names, too, that say what else they count."""
     folders: defaultdict[str, defaultdict[str, dict[int, JobText]]] = defaultdict(lambda: defaultdict(dict))
     for text in texts[:MOST_TEXTS]:
         parts = text.source.split("/")
         name = "/".join(parts[-depth:])
         match = next((found for pattern in patterns if (found := pattern.match(name))), None)
-        if match is not None and (match["before"] in _OF_LAUNCHERS or not _NO_RANKS.search(match["before"])):
-            form = f"{match['before']}#{match['after']}"
-            folders["/".join(parts[:-depth])][form][int(match["number"])] = text
+        if match is None or (
+            not are_any and match["before"] not in _OF_LAUNCHERS and _NO_RANKS.search(match["before"])
+        ):
+            continue
+        folders["/".join(parts[:-depth])][f"{match['before']}#{match['after']}"][int(match["number"])] = text
     return [found for by_name in folders.values() for found in _complete(by_name)]
 
 

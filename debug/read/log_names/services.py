@@ -1,13 +1,15 @@
-"""Ranks by the names of hosts, pods and containers that run one process each: `job-master-0`, `job-worker-1`, `trainer-2  |`."""
+"""Ranks of hosts, pods, units and containers that run one process each: by their names, as `job-master-0`, `job-worker-1`,
+`trainer-2  |`, or because each was seen to be another rank."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from titan_ckpt.debug.read.text.job_text import Writer
 
 _NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
+_SERVICE = re.compile(r"(?P<name>[A-Za-z][\w.-]{0,60}?)(?P<number>\d{1,5})-1")
 _FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
 
 
@@ -22,9 +24,28 @@ def single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
         match = _NUMBER.search(writer[1].removesuffix(_FIRST_REPLICA) if are_services else writer[1])
         if match is not None and "-" in writer[1]:
             ranks[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
+    if are_services and not ranks:
+        return _numbered_services(hosts)
     if not are_services and _are_replicas(ranks):
         ranks = {writer: number - 1 for writer, number in ranks.items()}
     return ranks if len(set(ranks.values())) == len(ranks) else {}
+
+
+def _numbered_services(hosts: Iterable[Writer]) -> dict[Writer, int]:
+    """The ranks of services of compose that are alike but for a number, `trainer0-1`, which counts all of them from 0."""
+    found = {writer: _SERVICE.fullmatch(writer[1]) for writer in hosts}
+    ranks = {writer: int(match["number"]) for writer, match in found.items() if match is not None}
+    are_alike = len({match["name"] for match in found.values() if match is not None}) == 1
+    return ranks if are_alike and sorted(ranks.values()) == [*range(len(found))] else {}
+
+
+def hosts_of_one_rank(writers: Iterable[Writer], hosts: Mapping[int, str]) -> dict[Writer, int]:
+    """The ranks of hosts where lines of each name one rank, each another, and all there are. `hosts`: where ranks were seen."""
+    ranks = {host: rank for rank, host in hosts.items()}
+    names = {writer[1] for writer in writers if writer[0] == "host" and writer[1] in ranks}
+    if len(hosts) < 2 or len(ranks) != len(hosts) or set(hosts) != set(range(len(hosts))) or not names:
+        return {}
+    return {writer: ranks[writer[1]] for writer in writers if writer[0] == "host" and writer[1] in names}
 
 
 def _are_replicas(numbers: dict[Writer, int]) -> bool:

@@ -26,7 +26,8 @@ def quoted_lines(value: Any) -> list[str] | None:
     entries = value.get("events") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
-    return [json.dumps(entry) for entry in sorted(entries, key=_time)]
+    is_newest_first = bool(entries) and _time(entries[0]) > _time(entries[-1])
+    return [json.dumps(entry) for entry in sorted(reversed(entries) if is_newest_first else entries, key=_time)]
 
 
 _ERROR_FILE = {"message", "errorCode"}

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
-from titan_ckpt.debug.read.text.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.messages import LANDMARKS
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
+from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 
 Writer = tuple[
     str, str, int

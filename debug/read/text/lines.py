@@ -2,7 +2,8 @@
 
 Sources: Docker's json-file driver (`{"log":...,"stream":...,"time":...}`), the CRI logging format (`TIME stderr P TEXT`; P:
 partial), keys of fluent-bit, python-json-logger, Cloud Logging (`jsonPayload`, `resource.labels`), CloudWatch Logs
-(`logStreamName`) and `journalctl -o json`; `journalctl -o export` (systemd.journal-fields(7)). SageMaker's log viewer shows ESC
+(`logStreamName`) and `journalctl -o json`; `journalctl -o export` (systemd.journal-fields(7)), an instance of whose templates,
+`train@3.service`, is the host `train-3`. SageMaker's log viewer shows ESC
 as `#033[`.
 """
 
@@ -135,15 +136,30 @@ def _from_entry(entry: Mapping[str, Any]) -> list[str]:
         return []
     rank, host, time = (_first(value, keys) for keys in (_RANK_KEYS, _HOST_KEYS, _TIME_KEYS))
     prefix = f"{clock} " if (clock := _iso_time(time or "")) else ""
-    host = (host or "").rpartition("/")[2]
+    if not rank and (own := _OWN_RANK.match(text)):
+        rank = own[1] or own[2]
+    unit = _INSTANCE.fullmatch(str(value.get("_SYSTEMD_UNIT", "")))
+    host = f"{unit[1]}-{unit[2]}" if unit else (host or "").rpartition("/")[2]
     prefix += f"[pod/{host}/log] " if host and re.fullmatch(r"[\w.-]{1,80}", host) else ""
     prefix += f"[rank{rank}]: " if rank and rank.isdigit() else ""
     level = _first(value, ("levelname", "level", "severity")) or ""
-    prefix += f"{level} " if level.isupper() else ""
+    level = level if level.isupper() and not (level in _OF_ERRORS and _OF_TRACEBACK.match(text)) else ""
+    prefix += f"{level} " if level else ""
     trace = _first(value, ("exc_info", "stack_info", "traceback", "exception"))
     lines = [*text.rstrip("\n").split("\n"), *(trace.split("\n") if trace else ())]
     bare = prefix.removesuffix(f"{level} ") if level else prefix
     return [_shortened((prefix if place == 0 else bare) + line.rstrip("\r")) for place, line in enumerate(lines)]
+
+
+# What an entry says first of who wrote it, all its lines: `[rank 3] ...`, `rank 3/8 ...`, `rank=3 step=7`.
+_OWN_RANK = re.compile(r"(?:\[[Rr]ank[ =_]?(\d{1,6})\]|[Rr]ank[ =](\d{1,6})(?:/\d{1,6}\b| (?=\w+=|Traceback)))")
+# A line of a traceback that is an entry of its own, as services make of each line of the standard error.
+_OF_ERRORS = ("ERROR", "CRITICAL")
+_OF_TRACEBACK = re.compile(
+    r"  |Traceback \(|(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Z]\w{0,60}(?:Error|Exception)(?:: |$)"
+    r"|(?:[a-z_]\w{0,60}\.){1,8}[A-Z]\w{0,60}: "
+)
+_INSTANCE = re.compile(r"([\w.-]{1,60})@(\d{1,6})\.service")
 
 
 def _flat(value: Mapping[str, Any]) -> Mapping[str, Any]:

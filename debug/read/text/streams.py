@@ -12,11 +12,11 @@ from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKi
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
-from titan_ckpt.debug.read.text.log_records import CHAINED, TRACEBACK
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
 from titan_ckpt.debug.read.text.routine import Routine
+from titan_ckpt.debug.read.text.writers.log_records import CHAINED, TRACEBACK
 
 TAIL_LINES = 40
 MAX_EVENTS = 400

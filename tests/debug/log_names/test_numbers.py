@@ -38,6 +38,16 @@ def test_number_of_a_log_of_paddle_is_its_rank(tmp_path: Path) -> None:
     assert first_verdict(tmp_path).culprits == (1,)
 
 
+@pytest.mark.parametrize(("shift", "culprits"), [(0, (1,)), (1, ())])
+def test_number_that_the_ranks_confirm_counts_under_any_name(
+    tmp_path: Path, shift: int, culprits: tuple[int, ...]
+) -> None:
+    for number in range(3):
+        (tmp_path / f"job.{number}.out").write_text(f"rank {(number + shift) % 3}/3 pid 88{number}\n{steps(10)}")
+        (tmp_path / f"job.{number}.err").write_text(OWN if number == 1 else "")
+    assert first_verdict(tmp_path).culprits == culprits
+
+
 FOLDERS = {
     "in turn": ("worker_{}/log.txt", (0, 1, 2), [10, 11, 12], ""),
     "of trials": ("trial_{}/log.txt", (0, 1, 2), [10, 10, 10], ""),

@@ -5,7 +5,7 @@ Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs", bsub'
 users; the PBS Professional and TORQUE guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1);
 `kubectl get events` (kubelet's pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet
 (node_manager.cc, worker_killing_policy); the manuals of docker and compose; deepspeed/launcher/launch.py (`sigkill_handler`);
-horovod/runner/gloo_run.py; SkyPilot's sky/backends/task_codegen.py.
+horovod/runner/gloo_run.py; SkyPilot's sky/backends/task_codegen.py; systemd's src/core/service.c and unit.c.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ class Managers:
         elif self._first is not None and (match := _HOROVOD_CODE.match(text)):
             yield Said(task=self._first, code=_of_shell(int(match["code"])), is_first=True)
             self._first = None
+
+    def unit(self, text: str, _line: Line) -> Iterator[Said]:
+        """systemd of an instance of a template, `train@3.service`, whose processes' lines have the host `train-3`."""
+        if (match := _UNIT.search(text)) and (match["oom"] or match["signal"] not in ("1", "2", "15")):
+            values = {"host": f"{match['name']}-{match['instance']}", **({"cause": "oom"} if match["oom"] else {})}
+            yield Said(kind=EventKind.KILLED, values=values)
 
     def shell(self, text: str, _line: Line) -> Iterator[Said]:
         """A line of bash in another language."""
@@ -181,6 +187,10 @@ def _oom_if(word: str, text: str) -> dict[str, str]:
     return {"cause": "oom"} if word in text else {}
 
 
+_UNIT = re.compile(
+    r"(?P<name>[\w.-]{1,60})@(?P<instance>\d{1,6})\.service: (?:(?P<oom>A process of this unit has been killed by the OOM killer"
+    r"|Failed with result 'oom-kill')|Main process exited, code=(?:killed|dumped), status=(?P<signal>\d{1,2})/)"
+)
 _JSRUN = re.compile(r"\(first noticed rank (?P<task>\d{1,6})\) terminated with signal (?P<signal>\d{1,2})\b")
 _HOROVOD = re.compile(r"Process (?P<task>\d{1,6}) exit with status code (?P<code>\d{1,3})\.\s*$")
 _HOROVOD_NAME = re.compile(r"Process name: (?P<task>\d{1,6})\s*$")
@@ -231,6 +241,7 @@ _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
     (PLACES, Managers.shell),
+    ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
     (("TERM_",), Managers.lsf),

@@ -1,0 +1,32 @@
+"""Places in which local ranks count: launchers' hosts, by the names of their folders and by lines that name both numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from titan_ckpt.debug.read.text.job_text import JobText, Writer
+
+
+def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, int]:
+    """The first rank of each place in which local ranks count: as a line shows it, else in the order of the hosts."""
+    first: dict[str, int] = {}
+    for (kind, place, number), rank in links.items():
+        if kind == "local" and rank >= number:
+            first.setdefault(place, rank - number)
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for text in texts:
+        for kind, place, number in text.writers:
+            if kind == "local":
+                sizes[place] = max(sizes[place], number + 1)
+    if len(sizes) > 1 and not set(sizes) & set(first) and len({re.sub(r"\d+", "#", place) for place in sizes}) == 1:
+        begin = 0
+        for place in sorted(sizes, key=_natural):
+            first[place] = begin
+            begin += sizes[place]
+    return first
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]

@@ -1,0 +1,1 @@
+"""Whose lines of a text are, where no rule for prefixes tells."""
