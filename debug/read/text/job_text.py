@@ -13,35 +13,14 @@ from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
+from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
+from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
 
 Writer = tuple[
     str, str, int
 ]  # what kind of number, where it counts, the number: ("rank", "", 3), ("local", host, 0), ("pid", host, 12)
 NOBODY: Writer = ("job", "", -1)
 MAX_WRITERS = 200_000
-
-
-_MOST_PREFIX, _MOST_PREFIXES = 80, 64
-
-
-class _OwnPrefixes:
-    """Prefixes that no rule knows: what stands before a traceback's first line and again before its second one."""
-
-    def __init__(self) -> None:
-        self._seen, self._known = set[str](), set[str]()
-
-    def peel(self, line: Line) -> tuple[str, bool]:
-        """Take such a prefix off a line; it, or "", and whether its traceback began with the line before."""
-        at = line.text.find(f"{TRACEBACK}:", 0, _MOST_PREFIX + len(TRACEBACK))
-        if at > 0 and len(self._seen) < _MOST_PREFIXES:
-            self._seen.add(line.text[:at])
-        if not self._seen:
-            return "", False
-        begun = next((own for own in self._seen - self._known if line.text.startswith(f'{own}  File "')), "")
-        self._known |= {begun} - {""}
-        own = begun or next((own for own in self._known if line.text.startswith(own)), "")
-        line.text = line.text[len(own) :]
-        return own, bool(begun)
 
 
 @dataclass(slots=True)
@@ -69,9 +48,9 @@ class JobText:
     introduced: int | None = None  # the rank that said first who it is
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
-    _prefixes: _OwnPrefixes = field(default_factory=_OwnPrefixes)
+    _prefixes: OwnPrefixes = field(default_factory=OwnPrefixes)
     _records: LogRecords = field(default_factory=LogRecords)
-    _row: Writer | None = None  # the rank whose traceback a launcher's table holds
+    _told: ToldTracebacks = field(default_factory=ToldTracebacks)
     _is_block: bool = False  # it repeats all that this process wrote
 
     def __post_init__(self) -> None:
@@ -92,7 +71,7 @@ class JobText:
             writer = self._named_inside(line, writer)
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
-        writer = self._row_writer(line) or self._quoted_writer(line, writer)
+        writer = self._told.owner(line, self.endings.found) or self._quoted_writer(line, writer)
         if self.default == NOBODY:
             named = None if writer == NOBODY else writer
             writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
@@ -175,6 +154,8 @@ class JobText:
             self.links[writer] = int(match["rank"])
             return writer
         else:
+            if match := _ON_HOST.search(line.text[:200]):
+                self.hosts.setdefault(int(match["rank"] or match["other"]), match["host"] or match["named"])
             if match := _introduction(line.text):
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
             return writer
@@ -190,16 +171,6 @@ class JobText:
             self.introduced = rank
         if pid:
             self.links.setdefault(("pid", "", int(pid)), rank)
-
-    def _row_writer(self, line: Line) -> Writer | None:
-        """Whose traceback it is in a row of torchrun's table, indented (elastic/multiprocessing/errors: `_format_failure`)."""
-        row = self.endings.found[-1] if self.endings.found and line.text.startswith(_ROW) else None
-        if row is not None and row.rank is not None:
-            self._row, line.text = ("rank", "", row.rank), f"{TRACEBACK}:"
-        elif self._row is not None:
-            self._row = self._row if line.text.startswith("  ") else None
-            line.text = line.text[2:] if self._row else line.text
-        return self._row
 
     def _quoted_writer(self, line: Line, writer: Writer) -> Writer:
         """Whose line it is below torch.multiprocessing's `-- Process 1 terminated with the following error:`, between composer's
@@ -226,7 +197,6 @@ class JobText:
         return self._old.get(writer, False)
 
 
-_ROW = f"  traceback : {TRACEBACK}:"
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")
@@ -243,6 +213,11 @@ _PID = r"\bpid[ =:]{1,3}"
 _INTRODUCED = re.compile(
     rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
     r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?:local[ _]rank|world[ _]size))"
+)
+# A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
+_ON_HOST = re.compile(
+    r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n]{0,60}?\bhost(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
+    r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
 )
 _NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
 

@@ -5,7 +5,8 @@ Sources: IBM's "Termination reasons displayed by bacct, bhist, and bjobs", bsub'
 users; the PBS Professional and TORQUE guides (`=>> PBS: job killed: ...`); Slurm's manual pages sacct(1) and scontrol(1);
 `kubectl get events` (kubelet's pkg/kubelet/events); Vertex AI's and SageMaker's troubleshooting pages; Ray's src/ray/raylet
 (node_manager.cc, worker_killing_policy); the manuals of docker and compose; deepspeed/launcher/launch.py (`sigkill_handler`);
-horovod/runner/gloo_run.py; SkyPilot's sky/backends/task_codegen.py; systemd's src/core/service.c and unit.c.
+horovod/runner/gloo_run.py; Open MPI's orte/mca/errmgr (help-errmgr-base.txt, `node-died`); SkyPilot's
+sky/backends/task_codegen.py; systemd's src/core/service.c and unit.c.
 """
 
 from __future__ import annotations
@@ -79,6 +80,11 @@ class Managers:
         """A line of bash in another language."""
         if english := in_english(text):
             yield Said(shell=english)
+
+    def daemon(self, text: str, _line: Line) -> Iterator[Said]:
+        """The host of which Open MPI lost its daemon."""
+        if match := _DAEMON.search(text):
+            yield Said(kind=EventKind.NODE_LOST, values={"host": match["host"]})
 
     def deepspeed(self, text: str, line: Line) -> Iterator[Said]:
         """`[launch.py:341:sigkill_handler] ['python', 'train.py', '--local_rank=3'] exits with return code = -9`: the code of the
@@ -191,6 +197,7 @@ _UNIT = re.compile(
     r"(?P<name>[\w.-]{1,60})@(?P<instance>\d{1,6})\.service: (?:(?P<oom>A process of this unit has been killed by the OOM killer"
     r"|Failed with result 'oom-kill')|Main process exited, code=(?:killed|dumped), status=(?P<signal>\d{1,2})/)"
 )
+_DAEMON = re.compile(r"Remote daemon: \[\[\d{1,9},\d{1,9}\],\d{1,9}\] on node (?P<host>[\w.-]{1,80})\s*$")
 _JSRUN = re.compile(r"\(first noticed rank (?P<task>\d{1,6})\) terminated with signal (?P<signal>\d{1,2})\b")
 _HOROVOD = re.compile(r"Process (?P<task>\d{1,6}) exit with status code (?P<code>\d{1,3})\.\s*$")
 _HOROVOD_NAME = re.compile(r"Process name: (?P<task>\d{1,6})\s*$")
@@ -241,6 +248,7 @@ _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
     (PLACES, Managers.shell),
+    (("Remote daemon: ",), Managers.daemon),
     ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
