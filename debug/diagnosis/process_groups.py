@@ -224,7 +224,8 @@ def _awaited_in_store(run: Run) -> Mapping[int, int]:
     counts: Counter[int] = Counter()
     for record in run.ranks.values():
         waits = (event for event in record.events if event.kind == EventKind.STORE_WAIT)
-        counts.update({int(event.values["rank"]) for event in waits if "rank" in event.values})
+        names = (event.values.get("awaited") or event.values.get("rank") for event in waits)
+        counts.update({int(name) for name in names if name})
     return counts
 
 

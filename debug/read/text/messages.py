@@ -82,8 +82,15 @@ _STORE_LOST = re.compile(
 _CLIENTS = re.compile(r"waiting for clients\. (?P<joined>\d{1,7})/(?P<expected>\d{1,7}) clients joined")
 
 
+# torch/distributed/distributed_c10d.py, `_store_based_barrier`; the second name of the count since 2.1.
+_STORE_BARRIER = re.compile(
+    r"in store based barrier on rank:? \d{1,6}, for key: \S{1,200} \(world_size=(?P<expected>\d{1,7}), "
+    r"(?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"
+)
+
+
 def _store_wait(text: str) -> Values | None:
-    if match := _CLIENTS.search(text):
+    if match := _CLIENTS.search(text) or _STORE_BARRIER.search(text):
         return {"joined": match["joined"], "expected": match["expected"]}
     if (match := _UNIQUE_ID.search(text)) and not _STORE_LOST.search(text):
         return {"key": "ncclUniqueId", "rank": match.group(1)}
@@ -199,7 +206,13 @@ _RULES = (
     _Rule(EventKind.COMM_MISMATCH, MISMATCH, _mismatch),
     _Rule(
         EventKind.STORE_WAIT,
-        ("wait timeout after", "clients joined", "aiting for key", "retrieving ncclUniqueId"),
+        (
+            "wait timeout after",
+            "clients joined",
+            "aiting for key",
+            "retrieving ncclUniqueId",
+            "in store based barrier on",
+        ),
         _store_wait,
     ),
     _Rule(

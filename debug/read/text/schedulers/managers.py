@@ -43,6 +43,10 @@ class Managers:
     _states: dict[str, EventKind] = field(default_factory=dict)  # that the table of jobs may hold whose head was read
     _actor: str = ""
     _first: int | None = None  # which horovodrun names, its code on the next line
+    _joined: dict[str, set[int]] = field(default_factory=dict)  # a store's key -> the ranks that added it
+    _reached: tuple[int, int] | None = None  # how many of JAX's tasks came to a barrier, of how many
+    _first_task: int | None = None  # of these
+    _lost_tasks: list[int] | None = None  # of JAX, as they are listed
     _actor_lines: int = 0  # lines that may still tell which actor of Ray died
 
     def take(self, line: Line) -> Iterator[Said]:
@@ -80,6 +84,35 @@ class Managers:
         """A line of bash in another language."""
         if english := in_english(text):
             yield Said(shell=english)
+
+    def barrier(self, text: str, _line: Line) -> Iterator[Said]:
+        """The one rank that had not come to torch's barrier in the store, where all that had are named."""
+        if match := _ADDED.search(text):
+            self._joined.setdefault(match["key"], set()).add(int(match["rank"]))
+        elif match := _BARRIER.search(text):
+            joined, size = self._joined.get(match["key"], set()), int(match["size"])
+            missing = {*range(size)} - joined if size <= MOST_JOINED else set()
+            if len(missing) == 1 and len(joined) == int(match["joined"]) == size - 1:
+                yield _awaited(int(match["rank"]), missing.pop(), size)
+
+    def jax(self, text: str, _line: Line) -> Iterator[Said]:
+        """The one task that JAX's coordination service lost, or that alone had not come to its barrier."""
+        if match := _JAX_REACHED.search(text):
+            self._reached = (int(match["joined"]), int(match["size"]))
+        elif match := _JAX_FIRST.search(text):
+            self._first_task = int(match["task"])
+        elif "are unhealthy (stopped sending heartbeats)" in text:
+            self._lost_tasks = []
+        elif self._lost_tasks is not None and (match := _JAX_TASK.match(text)):
+            self._lost_tasks.append(int(match["task"]))
+        elif self._lost_tasks is not None and "tasks have crashed" in text:
+            lost, self._lost_tasks = self._lost_tasks, None
+            if len(lost) == 1:
+                yield Said(kind=EventKind.EXITED, values={"rank": str(lost[0]), "is_lost": "1"})
+        elif self._reached is not None and self._first_task is not None and (match := _JAX_TASK.match(text)):
+            (joined, size), first, self._reached = self._reached, self._first_task, None
+            if joined == size - 1 and int(match["task"]) != first:
+                yield _awaited(first, int(match["task"]), size)
 
     def daemon(self, text: str, _line: Line) -> Iterator[Said]:
         """The host of which Open MPI lost its daemon."""
@@ -167,6 +200,12 @@ class Managers:
             yield Said(kind=EventKind.KILLED, values={"rank": match["rank"]})
 
 
+def _awaited(waiting: int, missing: int, size: int) -> Said:
+    """A rank that waited for another one to come to the start of a job."""
+    values = {"rank": str(waiting), "awaited": str(missing), "expected": str(size)}
+    return Said(kind=EventKind.STORE_WAIT, values=values)
+
+
 def _of_shell(code: int) -> int:
     """A code that may have passed through a shell, which gives a signal as 128 more."""
     return 128 - code if code - 128 in set(Signals) else code
@@ -198,6 +237,15 @@ _UNIT = re.compile(
     r"|Failed with result 'oom-kill')|Main process exited, code=(?:killed|dumped), status=(?P<signal>\d{1,2})/)"
 )
 _DAEMON = re.compile(r"Remote daemon: \[\[\d{1,9},\d{1,9}\],\d{1,9}\] on node (?P<host>[\w.-]{1,80})\s*$")
+MOST_JOINED = 65_536
+_ADDED = re.compile(r"Added key: (?P<key>\S{1,200}) to store for rank: (?P<rank>\d{1,6})\b")
+_BARRIER = re.compile(
+    r"in store based barrier on rank:? (?P<rank>\d{1,6}), for key: (?P<key>\S{1,200}) \(world_size=(?P<size>\d{1,6}), "
+    r"(?:worker_count|num_workers_joined)=(?P<joined>\d{1,6})"
+)
+_JAX_TASK = re.compile(r"/job:\w{1,40}/replica:\d{1,6}/task:(?P<task>\d{1,6})\s*$")
+_JAX_REACHED = re.compile(r"# of tasks that reached the barrier: (?P<joined>\d{1,6})/(?P<size>\d{1,6})\.")
+_JAX_FIRST = re.compile(r"The first task at the barrier: /job:\w{1,40}/replica:\d{1,6}/task:(?P<task>\d{1,6})\.")
 _JSRUN = re.compile(r"\(first noticed rank (?P<task>\d{1,6})\) terminated with signal (?P<signal>\d{1,2})\b")
 _HOROVOD = re.compile(r"Process (?P<task>\d{1,6}) exit with status code (?P<code>\d{1,3})\.\s*$")
 _HOROVOD_NAME = re.compile(r"Process name: (?P<task>\d{1,6})\s*$")
@@ -248,6 +296,8 @@ _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
     (PLACES, Managers.shell),
+    (("to store for rank: ", "in store based barrier on"), Managers.barrier),
+    (("reached the barrier", "first task at the barrier", "are unhealthy", "/task:", "tasks have crashed"), Managers.jax),
     (("Remote daemon: ",), Managers.daemon),
     ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
