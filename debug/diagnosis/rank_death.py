@@ -69,6 +69,8 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     that a launcher made of the process."""
     if not _is_own(event):
         return False
+    if "told" in event.values and record.log is not None and record.log.source != event.source:
+        return True  # its own file tells better what became of it
     if "alone" in event.values and not _ended_itself(record):
         return event.values["type"] != USAGE_ERROR or _wrote_on(record, event)  # which ends a program at once
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):

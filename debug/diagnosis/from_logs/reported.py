@@ -98,6 +98,13 @@ def _lost_process(run: Run) -> Iterator[Verdict]:
         if event.kind == EventKind.EXITED and event.rank >= 0 and {"pid", "is_lost"} & set(event.values)
     ]
     ranks = sorted({event.rank for event in said})
+    if any(
+        max(log.last_step_line, log.done_line) > event.line
+        for log in logs
+        for event in said
+        if event.source == log.source
+    ):
+        return  # the job went on
     if len(ranks) == 1 < run.world_size and all(event.kind in _NO_TROUBLE for log in logs for event in log.events):
         yield _verdict(
             run, VerdictKind.RANK_DIED, ranks, said, Basis.EXIT_CODE_ALONE,

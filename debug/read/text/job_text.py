@@ -71,7 +71,10 @@ class JobText:
             writer = self._named_inside(line, writer)
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
-        writer = self._told.owner(line, self.endings.found) or self._quoted_writer(line, writer)
+        told = self._told.owner(line, self.endings.found)
+        if told is not None:
+            self.links.setdefault(told, told[2])
+        writer = told or self._quoted_writer(line, writer)
         if self.default == NOBODY:
             named = None if writer == NOBODY else writer
             writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
@@ -98,6 +101,13 @@ class JobText:
         if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
             self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job
             self._begin_attempt(keep=stream)
+
+    def close(self) -> None:
+        """Mark what was told of ranks by others, who outlived it where the file goes on with steps."""
+        last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
+        for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
+            stream.last_step_line = max(stream.last_step_line, last)
+            stream.first = [replace(event, values={**event.values, "told": "1"}) for event in stream.first]
 
     def _begin_attempt(self, keep: Stream | None = None) -> None:
         for stream in self.writers.values():
@@ -216,7 +226,8 @@ _INTRODUCED = re.compile(
 )
 # A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
 _ON_HOST = re.compile(
-    r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b[^\n]{0,60}?\bhost(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
+    r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b(?:/\d{1,6}| of \d{1,6})?"
+    r"(?:,? \w{1,30}[ =:]{1,2}\d{1,9}){0,4},? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
     r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
 )
 _NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
@@ -244,6 +255,7 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
             _take_sample(text, sample)
     if not is_sampled:
         _take_sample(text, sample)
+    text.close()
     return text
 
 

@@ -36,6 +36,7 @@ def test_actor_that_died_is_its_rank(tmp_path: Path, said: str) -> None:
 
 
 VICTIMS = {
+    "an actor that was started anew": ACTORS + RAYLET.format(909441) + "(TaskRunner pid=892962) step 9 loss 2.5\n",
     "two actors": ACTORS + RAYLET.format(909441) + RAYLET.format(909442),
     "an actor that nobody knows": ACTORS + RAYLET.format(909449),
     "an actor whose peer was lost": ACTORS + f"(WorkerDict pid=909441) {PEER}" + RAYLET.format(909441),
@@ -66,6 +67,11 @@ def on_hosts(launcher: str, form: str) -> str:
 def test_ranks_of_a_lost_host_are_those_that_named_it(tmp_path: Path, launcher: str, form: str) -> None:
     found = top(tmp_path, on_hosts(launcher, form) + LOST[launcher].format("c2"))
     assert (found.verdict, found.culprits) == ("RANK_DIED", (4, 5))
+
+
+def test_host_that_a_rank_speaks_of_is_not_its_own(tmp_path: Path) -> None:
+    lines = [f"{rank}: rank {rank} connects to the master, host=c9" for rank in range(4)]
+    assert top(tmp_path, "\n".join([*lines, *lines, LOST["srun"].format("c9")])).culprits == ()
 
 
 @pytest.mark.parametrize("launcher", LABELS)

@@ -49,3 +49,10 @@ def test_labels_of_the_teller_do_not_hide_it(tmp_path: Path) -> None:
 )
 def test_failed_rank_that_lost_a_peer_is_no_culprit(tmp_path: Path, error: str) -> None:
     assert culprits(tmp_path, {"rank_0.log": RAISED.format(rank=5, error=error)}) == ()
+
+
+def test_failed_save_that_the_job_outlived_accuses_nobody(tmp_path: Path) -> None:
+    later = "".join(f"step {step} loss 2.5\n" for step in range(4, 8))
+    raised = RAISED.format(rank=5, error=OWN)
+    assert culprits(tmp_path, {"rank_0.log": raised + later}) == ()
+    assert culprits(tmp_path, {"rank_0.log": raised, "rank_5.log": raised + later}) == ()

@@ -32,11 +32,11 @@ class ToldTracebacks:
             failed, self._failed = self._failed, self._failed if line.text.startswith("  ") else None
             return failed
         if line.text.startswith(TRACEBACK) and (match := _OF_FAILED.match(line.text)):
-            self._failed, line.text = ("rank", "", int(match["rank"])), f"{TRACEBACK}:"
+            self._failed, line.text = ("told", "", int(match["rank"])), f"{TRACEBACK}:"
             return self._failed
         row = endings[-1] if endings and line.text.startswith(_ROW) else None
         if row is not None and row.rank is not None:
-            self._row, line.text = ("rank", "", row.rank), f"{TRACEBACK}:"
+            self._row, line.text = ("told", "", row.rank), f"{TRACEBACK}:"
         elif self._row is not None:
             self._row = self._row if line.text.startswith("  ") else None
             line.text = line.text[2:] if self._row else line.text
