@@ -83,19 +83,19 @@ def reported(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
             "launched fewer operations than the others, and no more between two of RAS's reports",
         )  # fmt: skip
 
-    yield from _lost_process(run)
+    yield from _lost_task(run)
 
 
 _NO_TROUBLE = (EventKind.EXITED, EventKind.SIGTERM, EventKind.CANCELLED)
 
 
-def _lost_process(run: Run) -> Iterator[Verdict]:
-    """RANK_DIED for the one rank whose process Ray or JAX lost, where nothing tells of trouble that may have done it."""
+def _lost_task(run: Run) -> Iterator[Verdict]:
+    """RANK_DIED for the one rank that JAX's coordination service lost, where nothing tells of trouble that may have done it."""
     logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
     said = [
         event
         for event in _events(run)
-        if event.kind == EventKind.EXITED and event.rank >= 0 and {"pid", "is_lost"} & set(event.values)
+        if event.kind == EventKind.EXITED and event.rank >= 0 and "is_lost" in event.values
     ]
     ranks = sorted({event.rank for event in said})
     if any(
@@ -108,7 +108,7 @@ def _lost_process(run: Run) -> Iterator[Verdict]:
     if len(ranks) == 1 < run.world_size and all(event.kind in _NO_TROUBLE for log in logs for event in log.events):
         yield _verdict(
             run, VerdictKind.RANK_DIED, ranks, said, Basis.EXIT_CODE_ALONE,
-            "died: its process was lost unexpectedly, and nothing shows an exception or the trouble of a peer",
+            "died: it sent no heartbeat any more, and nothing shows an exception or the trouble of a peer",
         )  # fmt: skip
 
 

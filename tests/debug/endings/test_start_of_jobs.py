@@ -88,4 +88,5 @@ OWN = 'Traceback (most recent call last):\n  File "/w/t.py", line 31, in <module
 
 def test_several_lost_tasks_or_another_error_accuse_no_lost_task(tmp_path: Path) -> None:
     assert top(tmp_path, job=lost(2, 3)).culprits == ()
+    assert top(tmp_path, job=lost(3) + "step 9 loss 2.5\n").culprits == ()
     assert 3 not in top(tmp_path, **{"rank-0": OWN, "rank-1": lost(3)}).culprits

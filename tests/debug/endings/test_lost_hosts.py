@@ -1,4 +1,4 @@
-"""Processes and hosts that Ray, Open MPI and Slurm say to be lost, where lines of the ranks say which they are."""
+"""Hosts that Open MPI and Slurm say to be lost, where lines of the ranks say which they are on."""
 
 from __future__ import annotations
 
@@ -9,44 +9,10 @@ import pytest
 from tests.debug.log_names.test_pods import first_verdict
 from titan_ckpt.debug.incident.records import Verdict
 
-PEER = "RuntimeError: [pair.cc:547] Connection closed by peer [10.1.2.3]:40012\n"
-
 
 def top(folder: Path, text: str) -> Verdict:
     (folder / "job.log").write_text(text)
     return first_verdict(folder)
-
-
-ACTORS = "".join(f"(WorkerDict pid=90944{rank}) [Rank {rank}] init\n" for rank in range(4))
-RAYLET = (
-    "(raylet) A worker died or was killed while executing a task by an unexpected system error. RayTask ID: ff Worker ID: 0f "
-    "Node ID: 4f Worker IP address: 10.0.0.1 Worker port: 46209 Worker PID: {} Worker exit type: SYSTEM_ERROR\n"
-)
-DRIVER = (
-    "(TaskRunner pid=892962) ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
-    "(TaskRunner pid=892962) \tclass_name: WorkerDict\n(TaskRunner pid=892962) \tpid: {}\n"
-)
-
-
-@pytest.mark.parametrize("said", [RAYLET, DRIVER])
-def test_actor_that_died_is_its_rank(tmp_path: Path, said: str) -> None:
-    found = top(tmp_path, ACTORS + said.format(909441))
-    assert (found.verdict, found.culprits) == ("RANK_DIED", (1,))
-    assert found.confidence < 0.6
-
-
-VICTIMS = {
-    "an actor that was started anew": ACTORS + RAYLET.format(909441) + "(TaskRunner pid=892962) step 9 loss 2.5\n",
-    "two actors": ACTORS + RAYLET.format(909441) + RAYLET.format(909442),
-    "an actor that nobody knows": ACTORS + RAYLET.format(909449),
-    "an actor whose peer was lost": ACTORS + f"(WorkerDict pid=909441) {PEER}" + RAYLET.format(909441),
-    "an actor of a job with trouble": ACTORS + f"(WorkerDict pid=909442) {PEER}" + DRIVER.format(909441),
-}
-
-
-@pytest.mark.parametrize("name", VICTIMS)
-def test_actor_that_may_be_a_victim_is_not_accused(tmp_path: Path, name: str) -> None:
-    assert 1 not in top(tmp_path, VICTIMS[name]).culprits
 
 
 LABELS = {"srun": "{rank}: ", "Open MPI": "[1,{rank}]<stdout>: "}
