@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
-from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, suspects, trouble_of_job
+from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, parting, suspects, trouble_of_job
 from titan_ckpt.debug.diagnosis.rank_death import (
     ended_well,
     event_evidence,
@@ -31,6 +31,7 @@ from titan_ckpt.debug.incident.records import (
     TIMER,
     Evidence,
     Frame,
+    LogEvent,
     RankRecord,
     Run,
     Situation,
@@ -72,8 +73,15 @@ def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
     if record.log is None or ended_well(record):
         return False
     logs = [other.log for other in run.ranks.values() if other.log] + ([run.job_log] if run.job_log else [])
-    went_on_at = max((max(log.last_step_line, log.done_line) for log in logs if log.source == source), default=0)
-    events = tuple(event for event in record.log.events if event.source != source or event.line > went_on_at)
+    steps_at = max((log.last_step_line for log in logs if log.source == source), default=0)
+    done_at = max((log.done_line for log in logs if log.source == source), default=0)
+
+    def is_left(event: LogEvent) -> bool:
+        """A watchdog's timeout ends the process: only a later step, and no word of an end, shows that it did not."""
+        at = steps_at if event.kind == EventKind.WATCHDOG else max(steps_at, done_at)
+        return event.source != source or event.line > at
+
+    events = tuple(filter(is_left, record.log.events))
     left = replace(record, log=replace(record.log, events=events))
     return own_exception(left) is not None or _has_failed(left)
 
@@ -122,7 +130,8 @@ def looks_quiet(run: Run) -> bool:
         return False
     job = run.job_log
     has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)
-    return (bool(run.ranks) or has_steps) and has_any and not any(map(_had_trouble, run.ranks.values()))
+    is_clean = not any(map(_had_trouble, run.ranks.values())) and not any(parting(run))
+    return (bool(run.ranks) or has_steps) and has_any and is_clean
 
 
 def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
@@ -240,6 +249,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
             Evidence(text=counts),
             *([Evidence(text="who was looked at again was at the same place")] if stands_still(run) else ()),
             *facts(run),
+            *islice(parting(run), MOST_WAITS),
             *(event_evidence(event) for event in [*errors.values(), *blaming(run)][:MOST_WAITS]),
             *_who_waited(run, states),
             *_timed(run, states),

@@ -113,6 +113,7 @@ class FlagKind(StrEnum):
     DUMP_SKEW = "DUMP_SKEW"
     CLOCK_SKEW = "CLOCK_SKEW"
     RANK_UNKNOWN = "RANK_UNKNOWN"
+    NEWEST_FIRST = "NEWEST_FIRST"
 
 
 class DumpKind(StrEnum):

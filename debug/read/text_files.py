@@ -197,6 +197,9 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
     if is_log or has_content:
         evidence.num_evidence += 1
         evidence.texts.append(text)
+        if text.is_turned:
+            said = "it has its newest line first; lines are counted from its end"
+            evidence.flag(FlagKind.NEWEST_FIRST, said, file.path)
 
 
 def _writer(file: EvidenceFile) -> Writer:

@@ -1,7 +1,7 @@
 """Ranks that error texts of other ranks name: monitoredBarrier, torch's desync report, mismatches in DETAIL mode. Who logs such
 a text is a witness; who is named by it is at fault, unless what the named one logged itself says otherwise. Pure.
 
-Texts from torch/csrc/distributed/c10d: ProcessGroupGloo.cpp, TraceUtils.h, ProcessGroupWrapper.cpp.
+Texts from torch/csrc/distributed/c10d: ProcessGroupGloo.cpp, TraceUtils.h, ProcessGroupWrapper.cpp, reducer.cpp.
 """
 
 from __future__ import annotations
@@ -101,6 +101,9 @@ def _different_calls(run: Run) -> Iterator[Verdict]:
         for event in said.values()
         if call in event.values and int(event.values[name]) in run.ranks
     }
+    as_named = next((event.values["call_of_named"] for event in said.values() if "others" in event.values), None)
+    if as_named is not None:  # all compare with that rank, so those that raised nothing are like it
+        said_calls.update({rank: as_named for rank in run.ranks if rank not in said_calls})
     calls = _comparable(said_calls)
     counts = Counter(calls.values()).most_common()
     if len(counts) < 2:

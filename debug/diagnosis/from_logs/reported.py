@@ -6,6 +6,7 @@ report lists: one RAS report alone cannot tell a hang from a job that is just la
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -46,6 +47,27 @@ def facts(run: Run) -> tuple[Evidence, ...]:
         rank = event.rank if event.rank >= 0 else None
         seen.setdefault(event.text, Evidence(text=event.text[:300], rank=rank, source=f"{event.source}:{event.line}"))
     return tuple(seen.values())[:MOST_SHOWN]
+
+
+_FAILS = re.compile(
+    r"\b(?:fatal|panic|fail(?:ed|ure)|errors?|killed|aborted|crashed|unreachable|(?:unable|not able|could not|cannot|can't) "
+    r"(?:to )?\w+|rc=[1-9]\d*)\b(?!\s*[:=]?\s*[\d.]+(?:[\s%,|]|$))",
+    re.IGNORECASE,
+)
+_NO_FAILURE = re.compile(
+    r"\b(?:no|0|zero|without) (?:\w+ )?(?:errors?|failures?)\b|\bWARN|\bDEBUG\b|\bINFO\b|\bretry|\bignor|\bskip|\bcontinu|\bfall",
+    re.IGNORECASE,
+)
+
+
+def parting(run: Run) -> Iterator[Evidence]:
+    """The last lines of logs that end after their last step with a word of a failure, in whatever form."""
+    logs = {rank: record.log for rank, record in run.ranks.items() if record.log}
+    for rank, log in [*logs.items(), *([(None, run.job_log)] if run.job_log else [])]:
+        last = next((line for line in reversed(log.tail) if line.strip()), "")[:400]
+        is_after = log.tail_line > max(log.last_step_line, log.done_line) > 0
+        if is_after and _FAILS.search(last) and not _NO_FAILURE.search(last):
+            yield Evidence(text=f"last line: {last.strip()[:200]}", rank=rank, source=f"{log.source}:{log.tail_line}")
 
 
 def suspects(run: Run) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ cli/launcher.py; kubelet's events, `kubectl get pods` and `kubectl describe pod`
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from signal import Signals
 
@@ -19,22 +20,7 @@ from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
 from titan_ckpt.debug.read.text.schedulers.last_lines import last_code
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
-
-_WORDS = {
-    "Segmentation fault": -11,
-    "Aborted": -6,
-    "Bus error": -7,
-    "Killed": -9,
-    "Floating point exception": -8,
-    "Illegal instruction": -4,
-    "Terminated": -15,
-    "Out Of Memory": -9,
-    "Interrupt": -2,
-    "User defined signal 1": -10,
-    "Trace/breakpoint trap": -5,
-    "Hangup": -1,
-}
-_WORD = "|".join(_WORDS)
+from titan_ckpt.debug.read.text.schedulers.slurm import CANCELLED, NODE_LOST, TASKS, WHY, WORD, WORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +67,7 @@ class Endings:
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
     tasks: list[tuple[str, str]] = field(default_factory=list)  # hosts and their tasks, as srun lists them
     pod: PodDescription = field(default_factory=PodDescription)
+    _late: list[Ending] = field(default_factory=list)
     _is_cancelled: bool = False
     _failed: bool = False
     _agent: str = ""  # which reported it
@@ -95,7 +82,7 @@ class Endings:
         """Account for one line; True if a new attempt of the job begins with it."""
         text = line.text[:1000]
         self.has_launcher = self.has_launcher or any(name in text for name in _LAUNCHERS)
-        if "srun: " in text or "slurm" in text:
+        if "srun: " in text or "slurm" in text or "yhrun: " in text:
             self._slurm(number, text)
         if any(word in text for word in _OF_AGENTS):
             self._elastic(number, text, line.time_s)
@@ -189,6 +176,7 @@ class Endings:
         self.told.clear()
         self.unmoved.clear()
         self._told_s.clear()
+        self._late.clear()
         self._is_cancelled, self._failed, self._first, self._rank = False, False, False, None
 
     @property
@@ -205,33 +193,45 @@ class Endings:
     def _slurm(self, number: int, text: str) -> None:
         if "srun: Terminating" in text or "Job step aborted" in text or "CANCELLED AT" in text:
             self._is_cancelled = True
-        if match := _TASKS.search(text):
+        if match := TASKS.search(text):
             if len(self.tasks) < MOST_LISTED:
                 self.tasks.append((match["host"], match["tasks"]))
             words = match["word"]
-            code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else _WORDS[words]
+            code = -int(match["signal"]) if match["signal"] else int(match["code"]) if match["code"] else WORDS[words]
             is_over = self._is_cancelled or any(ending.is_task and ending.code != -15 for ending in self.found)
-            if is_over and code == -int(Signals.SIGKILL) and words != "Out Of Memory":
-                return  # Slurm killed them with the step, so it says nothing of them
             tasks = ranges(match["tasks"])
+            if is_over and code == -int(Signals.SIGKILL) and words != "Out Of Memory":
+                self._late.extend(self._tasks(number, tasks, code, match["host"]))
+                return
             if words == "Out Of Memory":
                 for task in tasks:
                     self._note(EventKind.OOM, number, text, cause="oom", task=str(task))
-            for task in tasks:
-                self.found.append(
-                    Ending(
-                        code=code, line=number, rank=task, host=one_host(match["host"]), is_task=True,
-                        may_be_launchers=code in (FAILED_WORKER, -int(Signals.SIGKILL)),
-                        is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
-                    )
-                )  # fmt: skip
-        elif match := _NODE_LOST.search(text):
+            self.found.extend(self._tasks(number, tasks, code, match["host"]))
+        elif match := NODE_LOST.search(text):
             self._note(EventKind.NODE_LOST, number, text, host=match["host"] or match["other"])
-        elif match := _CANCELLED.search(text):
-            kind = next((kind for word, kind in _WHY.items() if word in (match["why"] or "")), EventKind.CANCELLED)
+        elif match := CANCELLED.search(text):
+            kind = next((kind for word, kind in WHY.items() if word in (match["why"] or "")), EventKind.CANCELLED)
             self._note(kind, number, text)  # the host in this line is the step's, which need not be the lost one
         elif "oom_kill event" in text or "oom-kill event" in text:
             self._note(EventKind.OOM, number, text, cause="oom")
+
+    def _tasks(self, number: int, tasks: Sequence[int], code: int, host: str) -> list[Ending]:
+        """Tasks of one line of srun's."""
+        return [
+            Ending(
+                code=code, line=number, rank=task, host=one_host(host), is_task=True,
+                may_be_launchers=code in (FAILED_WORKER, -int(Signals.SIGKILL)),
+                is_first=len(tasks) == 1 and not any(ending.is_task for ending in self.found),
+            )
+            for task in tasks
+        ]  # fmt: skip
+
+    def settle(self, ranks: Collection[int]) -> None:
+        """At the end of a file that `ranks` wrote: keep the one task that was killed after others had failed, unless Slurm says
+        that it ended the step or no other was left. Then Slurm killed it, which says nothing of it."""
+        left = set(ranks) - {ending.rank for ending in (*self.found, *self._late) if ending.is_task}
+        if len(self._late) == 1 and left and not self._is_cancelled:
+            self.found += self._late
 
     def _note(self, kind: EventKind, number: int, text: str, **values: str) -> None:
         self.notes.append(
@@ -308,7 +308,7 @@ class Endings:
         elif ("preempt" in text.lower() or "nterruption" in text) and _PREEMPTED.search(text):
             self._note(EventKind.PREEMPTED, number, text, host=line.host)
         elif match := (_SHELL.match(text) if text.startswith(_SHELL_STARTS) or ": line " in text else None):
-            code = _WORDS[match["word"]]
+            code = WORDS[match["word"]]
             values = {"signal": Signals(-code).name, "pid": match["pid"] or "", "host": line.host}
             if rank := _RANK_VARIABLE.search(text):
                 self.found.append(Ending(code=code, line=number, rank=int(rank["rank"])))
@@ -334,20 +334,6 @@ _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
 _OF_AGENTS = ("torch/distributed/elastic", "exitcode", "rank", "time", "Root Cause")
-_TASKS = re.compile(
-    rf"srun: error: (?P<host>[\w.\[\],-]{{1,200}}): tasks? (?P<tasks>[\d,\[\]-]{{1,400}}): "
-    rf"(?:(?P<word>{_WORD})|Exited with exit code (?P<code>\d{{1,3}})|[Ss]ignal (?P<signal>\d{{1,2}}))"
-)
-_NODE_LOST = re.compile(
-    r"[Nn]ode failure on (?P<host>[\w.\[\],-]{1,200})|[Nn]ode (?P<other>[\w.-]{1,80}) (?:not responding|is down)"
-)
-_CANCELLED = re.compile(
-    r"\*\*\* (?:JOB|STEP) \S{1,60} ON (?P<host>\S{1,200}) CANCELLED AT \S{1,40}(?P<why> DUE TO [A-Z ]{1,40})?"
-)
-_WHY = {
-    "TIME LIMIT": EventKind.TIME_LIMIT, "NODE FAILURE": EventKind.NODE_LOST, "PREEMPTION": EventKind.PREEMPTED,
-    "REQUEUE": EventKind.PREEMPTED,
-}  # fmt: skip
 _MPIRUN = re.compile(
     r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
     r"exited on ?signal (?P<signal>\d{1,2})"
@@ -379,9 +365,9 @@ _PREEMPTED = re.compile(
     r"|(?:instance|node|pod|job|vm|cluster)\b.{0,80}\bpreempted|spot (?:instance )?interruption"
 )
 _SHELL = re.compile(
-    rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{_WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"
+    rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"
 )
-_SHELL_STARTS = tuple(_WORDS)
+_SHELL_STARTS = tuple(WORDS)
 _RANK_VARIABLE = re.compile(r"\b(?:RANK|--(?:node_?)?rank)[= ](?P<rank>\d{1,6})\b")
 
 

@@ -1,7 +1,8 @@
 """What an error message means: an error of the program's own, of its GPU, or the symptom of a peer's trouble.
 
 Texts from torch/csrc/distributed/c10d (ProcessGroupNCCL, ProcessGroupGloo, ProcessGroupWrapper, TCPStore; 1.8 to 2.13),
-gloo/transport/tcp, NCCL (src/init.cc, src/misc/socket.cc), CUDA's list of runtime errors (cudaError_t) and HIP's.
+gloo/transport/tcp, NCCL (src/init.cc, src/misc/socket.cc), CUDA's list of runtime errors (cudaError_t) and HIP's; Huawei's CANN
+(error code EI0002 and the runtime's codes of timeouts) and torch_npu; accelerate/utils/operations.py.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ _TIMEOUT = re.compile(
     r"Timed out waiting|wait timeout after|Watchdog caught|timed out after \d+ ?(?:ms|seconds)|Socket Timeout"
     r"|timeout.{0,80}collective"
     r"|failed to pass monitoredBarrier|Timed out after \d+ seconds|Application timeout caused pair closure|RendezvousTimeoutError"
-    r"|socket has timed out|[Tt]imeout waiting for key"
+    r"|socket has timed out|[Tt]imeout waiting for key|Notify register times out|error code(?: is)?:? ?50704[678]\b"
 )
 MISMATCH = (
     "op.preamble.length <= op.nbytes", "data size doesn't match expected size", "essage truncated",
-    "Detected mismatch between collectives on ranks",
+    "Detected mismatch between collectives on ranks", "DDP expects same model across all ranks",
+    "appears not to match sizes of the same param in process 0",
 )  # fmt: skip
 # The caller's own arguments, port or choice of GPU: no peer's doing.
 _ARGUMENT = re.compile(
@@ -68,6 +70,8 @@ _COMM_WORDS = (
     "oneCCL",
     "ProcessGroupXCCL",
     "monitoredBarrier",
+    "operator name is Hccl",
+    "DistributedOperationException",
 )
 _SOCKET_ERRORS = ("ConnectionResetError", "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError")
 # Libraries with connections of their own, by the modules of their exceptions.

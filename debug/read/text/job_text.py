@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
+from titan_ckpt.debug.read.text.direction import oldest_first
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
 from titan_ckpt.debug.read.text.messages import LANDMARKS
@@ -44,6 +45,7 @@ class JobText:
     num_lines: int = 0
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
+    is_turned: bool = False  # the file has its newest line first: lines are counted from its end
     nccl: NcclCalls = field(init=False)
     introduced: int | None = None  # the rank that said first who it is
     _old: dict[Writer, bool] = field(default_factory=dict)
@@ -245,7 +247,8 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
     opener = Opener()
     sample: list[tuple[int, str]] = []
     is_sampled = False
-    for number, raw in _joined(_written(opener, _numbered(chunks)), opener):
+    lines, text.is_turned = oldest_first(_joined(_written(opener, _numbered(chunks)), opener))
+    for number, raw in lines:
         if is_sampled:
             text.take(number, peel(raw, text.weak, text.year))
             continue
@@ -256,6 +259,7 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
     if not is_sampled:
         _take_sample(text, sample)
     text.close()
+    text.endings.settle({writer[2] for writer in text.writers if writer[0] in ("rank", "task")})
     return text
 
 

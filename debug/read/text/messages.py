@@ -2,7 +2,8 @@
 
 Texts from: torch/csrc/distributed/c10d (ProcessGroupNCCL, ProcessGroupGloo, ProcessGroupWrapper, TCPStore, TraceUtils; releases
 1.8 to 2.13), gloo/transport/tcp, NCCL (src/misc/socket.cc, src/transport/net_ib), NVIDIA's list of Xid errors, Linux
-mm/oom_kill.c, CPython's Modules/faulthandler.c, Open MPI's and UCX's signal handlers.
+mm/oom_kill.c, CPython's Modules/faulthandler.c, Open MPI's and UCX's signal handlers; HCCL's EI0002, whose number of the remote
+rank counts in its group (a group of the program's own is named "group_name_N"); accelerate/utils/operations.py.
 """
 
 from __future__ import annotations
@@ -132,8 +133,26 @@ def _named(pattern: re.Pattern[str]) -> Callable[[str], Values | None]:
     return values
 
 
+_PARAMETERS = re.compile(
+    r"Rank (?P<own>\d{1,6}) has (?P<mine>\d{1,9}) params, while rank (?P<names>\d{1,6}) has inconsistent (?P<theirs>\d{1,9})"
+)
+_PARAMETER = re.compile(
+    r"\[(?P<own>\d{1,6})\]: params\[(?P<number>\d{1,9})\] in this process with sizes (?P<sizes>\[[\d, ]{0,80}\])"
+)
+
+
 def _mismatch(text: str) -> Values:
-    """ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL): the writer's collective and another rank's."""
+    """ProcessGroupWrapper (TORCH_DISTRIBUTED_DEBUG=DETAIL): the writer's collective and another rank's. DDP's constructor
+    (torch/csrc/distributed/c10d/reducer.cpp): the writer's parameters and another rank's."""
+    if match := _PARAMETERS.search(text):
+        calls = {"call_of_own": f"DDP|{match['mine']} parameters", "call_of_named": f"DDP|{match['theirs']} parameters"}
+        return {"own": match["own"], "names": match["names"], **calls}
+    if match := _PARAMETER.search(text):
+        calls = {
+            "call_of_own": f"DDP|parameter {match['number']} of sizes {match['sizes']}",
+            "call_of_named": "DDP|other sizes",
+        }
+        return {"own": match["own"], "names": "0", "others": "as named", **calls}
     match = _FINGERPRINTS.search(text)
     if match is None:
         return {}
@@ -148,6 +167,20 @@ def _call(text: str) -> str:
         bare = re.match(r"\s{0,4}([A-Z_]{3,40})\b", text)
         return bare.group(1) if bare else ""
     return "|".join(part.group(1) if part else "" for part in found).rstrip("|")
+
+
+_PROCESS_SHAPE = re.compile(r"\s*- Process (?P<rank>\d{1,6}): (?P<shape>\[[\d, \[\]]{0,200}\])\s*$")
+
+
+def _process_shape(text: str) -> Values | None:
+    """A line of the list in Accelerate's DistributedOperationException (debug mode): the shape that one process passed."""
+    match = _PROCESS_SHAPE.match(text)
+    if match is None:
+        return None
+    return {"own": match["rank"], "names": match["rank"], "call_of_own": f"a collective|{match['shape']}"}
+
+
+_NOTIFY = re.compile(r"from remote rank: ?\[(?P<names>\d{1,6})\](?!.{0,400}group_name_)")
 
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[\w:.]{1,20})\): (?P<xid>\d{1,4})(?:, pid='?(?P<pid>\d{1,9}))?")
@@ -203,7 +236,9 @@ _RULES = (
         EventKind.DESYNC, ("but didn't join collective", "joined but didn't finish", "are the lagging ranks"), _desync
     ),
     _Rule(EventKind.COMM_TIMEOUT, ("failed to pass monitoredBarrier",), _named(_BARRIER)),
+    _Rule(EventKind.COMM_TIMEOUT, ("Notify register times out",), lambda text: _named(_NOTIFY)(text) or {}),
     _Rule(EventKind.COMM_MISMATCH, MISMATCH, _mismatch),
+    _Rule(EventKind.COMM_MISMATCH, ("- Process ",), _process_shape),
     _Rule(
         EventKind.STORE_WAIT,
         (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.debug.log_names.test_pods import OWN, PEER, STEPS, first_verdict
+from titan_ckpt.debug import diagnose, open_run
 
 LABELLED = "".join(f"[rank{rank}]: step {step} loss 2.1\n" for step in range(3) for rank in range(4))
 OOM = "".join(
@@ -103,3 +104,76 @@ def test_a_pod_that_ended_well_is_not_the_job(tmp_path: Path) -> None:
     (tmp_path / "pods.txt").write_text(ends)
     (tmp_path / "fit-0.log").write_text(f"{STEPS}Training finished\n")
     assert first_verdict(tmp_path).verdict == "INSUFFICIENT_DATA"
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "error: Job 12 on node n1 failed: node unreachable", "[!] job failed, rc=1", "fatal: unable to allocate memory",
+        "yhrun: error: cn112: task 3: Killed", "panic: runtime error", "launcher: cannot reach node003",
+    ],
+)  # fmt: skip
+def test_a_text_that_ends_in_words_of_a_failure_is_not_running(last: str, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"{STEPS}{last}\n")
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert any(last in item.text for item in top.evidence)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        "validation error: 0.0213", "upload failed, retrying in 5 s", "errors: 0", "WARNING: could not import apex",
+        "no errors found",
+    ],
+)  # fmt: skip
+def test_a_text_that_ends_in_a_number_or_a_retry_is_running(last: str, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(f"{STEPS}{last}\n")
+    assert first_verdict(tmp_path).verdict == "RUNNING"
+
+
+def test_an_epilog_after_watchdogs_is_no_good_end(tmp_path: Path) -> None:
+    watchdog = "".join(
+        f"[rank{rank}]:[E0921 03:11:40.69 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=77, OpType=ALLREDUCE, NumelIn=12, NumelOut=12, Timeout(ms)=600000) ran for 600043 milliseconds.\n"
+        for rank in range(3)
+    )
+    (tmp_path / "job.log").write_text(
+        f"{LABELLED}{watchdog}Job finished at Mon Sep 21 03:30:00 UTC 2026\nexit code: 0\n"
+    )
+    assert first_verdict(tmp_path).verdict not in ("HEALTHY", "RUNNING")
+
+
+SACCT = (
+    "JobID  JobName  Partition  AllocCPUS  State  ExitCode\n------ ------- ------ ---- ------ ------\n"
+    "{0}991.batch  batch  64  {1}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict"),
+    [("COMPLETED  0:0", "HEALTHY"), ("FAILED  1:0", "INSUFFICIENT_DATA"), ("RUNNING  0:0", "RUNNING")],
+)
+def test_sacct_tells_how_the_job_ended(state: str, verdict: str, tmp_path: Path) -> None:
+    (tmp_path / "sacct.txt").write_text(SACCT.format(f"991  ft-7b  gpu  64  {state}\n", state))
+    (tmp_path / "train.log").write_text(f"{STEPS}training done\n")
+    assert first_verdict(tmp_path).verdict == verdict
+
+
+def newest_first(text: str) -> str:
+    lines = text.splitlines()
+    dated = [f"2026-03-03T16:00:{n // 2:02d}.000000Z {line}" for n, line in enumerate(lines)]
+    return "\n".join(reversed(dated)) + "\n"
+
+
+def test_newest_line_first_is_read_from_its_end(tmp_path: Path) -> None:
+    (tmp_path / "loki.log").write_text(newest_first(LABELLED + OOM))
+    run = open_run(tmp_path)
+    top = diagnose(run)[0]
+    assert (top.verdict, top.culprits, top.line) == ("RANK_DIED", (2,), 30)
+    assert [flag.flag for flag in run.flags] == ["NEWEST_FIRST"]
+
+
+def test_lines_in_their_order_are_not_turned(tmp_path: Path) -> None:
+    (tmp_path / "loki.log").write_text("\n".join(reversed(newest_first(LABELLED + OOM).splitlines())) + "\n")
+    assert not open_run(tmp_path).flags

@@ -1,7 +1,7 @@
 """The last line of a job, with its exit code or word of a failure, as shells, launchers and runners print it.
 
 Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, conda run, PyCharm's console, the runners of GitHub Actions and
-GitLab, Jenkins; srun, jsrun, Open MPI's and PRRTE's daemons.
+GitLab, Jenkins; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ _FAILED = re.compile(
     r"Finished: FAILURE\s*$|ERROR conda\.cli\.main_run:|srun: error: Unable to create step|slurmstepd: error: execve\(\)"
     r"|\(first noticed rank \d{1,6}\) terminated with signal|has lost communication with a remote daemon"
 )
+# sacct's row of a job, not of one of its steps: `991  ft-7b  gpu  proj  64  COMPLETED  0:0`.
+_SACCT = re.compile(
+    r"\s*\d{1,12}(?:_\d{1,9})?(?:\s+\S{1,80}){1,12}\s+(?P<state>COMPLETED|FAILED)\s+(?P<code>\d{1,3}):\d{1,3}\s*$"
+)
 UNKNOWN = 1  # the code of a failure whose line has none
 
 
@@ -27,7 +31,7 @@ def last_code(text: str) -> int | None:
     >>> last_code("exit code: 0"), last_code("make: *** [Makefile:12: train] Error 137"), last_code("Finished: FAILURE")
     (0, 137, 1)
     """
-    match = _CODE.match(text)
+    match = _CODE.match(text) or _SACCT.match(text)
     if match is not None:
         return int(match["code"])
     return UNKNOWN if _FAILED.search(text) else None
