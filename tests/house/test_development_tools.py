@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from tools.matrix import debian
 from tools.matrix.__main__ import supported_torch, table
 from tools.matrix.cells import Cell, State
 from tools.mutants.__main__ import Mutant, sample
@@ -69,6 +72,39 @@ def test_the_matrix_is_a_markdown_table() -> None:
     cell = Cell(python="3.11.7", torch="2.13.0", state=State.PASSED, detail="2055 passed")
     assert table([cell]).splitlines()[-1] == "| 3.11.7 | 2.13.0 | passed | 2055 passed |"
     assert supported_torch()[0] == "2.11"
+
+
+def _programs(folder: Path, **scripts: str) -> str:
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:/usr/bin:/bin"
+
+
+@pytest.mark.parametrize(
+    ("fails", "state", "detail"),
+    [
+        ("", State.PASSED, "import"),
+        ("echo E: no python3.14; exit 1", State.LEFT_OUT, "did not install it: E: no python3.14"),
+    ],
+)
+def test_a_missing_python_is_fetched(
+    fails: str, state: State, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    row = json.dumps([{"python": "3.14.0", "torch": "none", "state": "passed", "detail": "import", "duration_s": 1.0}])
+    make = 'for last; do :; done; mkdir -p "$last/usr/bin"; touch "$last/usr/bin/python3.14"'
+    programs = {"debootstrap": fails or make, "chroot": f"echo '{row}' > \"$1/cells.json\""}
+    monkeypatch.setenv("PATH", _programs(tmp_path / "bin", **programs))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(debian, "CERTIFICATES", tmp_path / "none.crt")
+    cells = debian.cells_of("3.14", tmp_path, ["--laptop"])
+    assert [(cell.state, detail in cell.detail) for cell in cells] == [(state, True)]
+
+
+def test_a_python_that_nobody_can_fetch_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [cell.state for cell in debian.cells_of("3.14", tmp_path, [])] == [State.LEFT_OUT]
 
 
 def test_a_release_needs_a_date_and_real_addresses(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from tools.matrix import debian
 from tools.matrix.cells import ROOT, Cell, State, try_full, try_laptop
 from tools.matrix.pythons import Python, find_pythons, torch_build, torch_versions
 
@@ -58,13 +59,19 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
             if not options.laptop:
                 yield from full_cells(python, options.tests, with_cuda=options.cuda)
     for minor in missing:
-        if options.python in (None, minor):
-            yield Cell(
-                python=minor,
-                torch="any",
-                state=State.LEFT_OUT,
-                detail="this Python is not on this machine, or lacks venv",
-            )
+        if options.python not in (None, minor):
+            continue
+        if options.fetch:
+            yield from debian.cells_of(minor, WORK, _passed_on(options))
+        else:
+            detail = "this Python is not on this machine, or lacks venv (--fetch gets it)"
+            yield Cell(python=minor, torch="any", state=State.LEFT_OUT, detail=detail)
+
+
+def _passed_on(options: argparse.Namespace) -> list[str]:
+    """The options that hold in a fetched system too."""
+    tests = ["--tests", *options.tests] if options.tests else []
+    return [*(["--laptop"] if options.laptop else []), *(["--cuda"] if options.cuda else []), *tests]
 
 
 def table(rows: Sequence[Cell]) -> str:
@@ -83,6 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description=__doc__)
     parser.add_argument("--laptop", action="store_true", help="only the installs without torch")
     parser.add_argument("--python", metavar="3.X", help="only this Python")
+    parser.add_argument(
+        "--fetch", action="store_true", help="get a Python that is missing from Debian's packages (root, debootstrap)"
+    )
     parser.add_argument("--cuda", action="store_true", help="also take torch builds that bring CUDA, several GB each")
     parser.add_argument(
         "--tests", nargs="+", default=(), metavar="PATH", help="quick tests in these files or folders alone"
