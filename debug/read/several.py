@@ -18,6 +18,7 @@ _RANKED = re.compile(r"rank[_-]?\d{1,6}|(?:trace|dump|fr)\w{0,20}_\d{1,6}$", re.
 _RANK_FOLDER = re.compile(r"(?:global[_-]?)?(?:rank|proc|process)[_-]?\d{1,6}", re.IGNORECASE)  # of one rank's files
 _CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst|\.xz|\.bz2)?$", re.IGNORECASE)
 _HOST = re.compile(r"(?:node|host|gpu|worker|master|pod|ip|cn|n)[-_]?\d|\d{1,3}(?:[.-]\d{1,3}){3}", re.IGNORECASE)
+MOST_LEVELS = 32  # of folders; what lies deeper is one incident
 _SAID_RANK = re.compile(rb"\[rank(\d{1,6})\]:|\brank\s{0,8}: (\d{1,6}) \(local_rank")
 TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst|\.xz|\.bz2)?|error\.json)"
 _TORCHRUN = re.compile(rf"(?:^|/)attempt_\d{{1,6}}/\d{{1,6}}/|^\d{{1,6}}/{TORCHRUN_NAMES}$")
@@ -57,6 +58,7 @@ def _incidents(store: Store, folder: str, files: Sequence[ObjectInfo]) -> list[s
     own = inside.pop("", [])
     if (
         not inside
+        or folder.count("/") >= MOST_LEVELS
         or are_pods(inside)
         or all(map(_RANK_FOLDER.fullmatch, inside))
         or any(re.match(r"attempt_\d|step-\d", name) for name in inside)

@@ -8,6 +8,7 @@ from typing import Any
 from tools.fuzz.family import Family
 
 _PLACES = {
+    "archives": ("archive",),
     "checkpoints": ("manifest", "commit", "metadata", "blob", "settings"),
     "evidence": ("dump", "dump_json", "box", "sidecar", "log", "packed", "incident"),
     "models": ("safetensors", "torch_file", "value", "hugging_face", "tokenizer", "chat"),

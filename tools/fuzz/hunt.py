@@ -21,7 +21,7 @@ from typing import Any
 
 from tools.fuzz.blocks import Blocks
 from tools.fuzz.family import MOST_BYTES, Family, longest_s
-from tools.fuzz.memory import PeakMemory
+from tools.peak_memory import PeakMemory
 
 LARGEST = 1 << 16
 RETRIES = 2

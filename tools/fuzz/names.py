@@ -13,6 +13,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "box": (_READ, "titan_ckpt.debug.incident."),
     "sidecar": ("titan_ckpt.debug.", _PARSING),
     "log": (_READ, "titan_ckpt.tui.data."),
+    "archive": (_READ + "archives.", _PARSING),
     "packed": (_READ, _PARSING, "titan_ckpt.tui.data."),
     "safetensors": ("titan_ckpt.converters.", _PARSING),
     "torch_file": ("titan_ckpt.converters.torch_file", _FORMAT, _PARSING),

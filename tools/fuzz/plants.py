@@ -57,6 +57,8 @@ PLANTS = (
     Plant("dump_json", _READ + "flight_recorder", "if not isinstance(raw, dict) or not", "if not"),
     Plant("box", _READ + "black_boxes", "if type(key) is not int or not 0 <= key < MAX_KEY:", "if not 0 <= key:"),
     Plant("box", _READ + "black_boxes", "np.minimum(numbers, len(lookups[0]) - 1)", "numbers"),
+    Plant("archive", _READ + "archives.members", "except (ValueError, OverflowError) as error:\n        raise DamagedError(f\"{text!r}", "except KeyError as error:\n        raise DamagedError(f\"{text!r}"),
+    Plant("archive", _READ + "archives.members", "if header.size < 0:", "if False:"),
     Plant("log", _READ + "stacks", "return int(digits[:9])", "return int(digits)"),
     Plant("log", _TUI + "log_lines", "    except ValueError:\n        return UNKNOWN_TIME", "    except KeyError:\n        return UNKNOWN_TIME"),
     Plant("log", _READ + "text.lines", "self._partial[:MAX_JOINED] + text", "self._partial + text"),

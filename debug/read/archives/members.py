@@ -7,6 +7,7 @@ MOST_HEADER_BYTES. Zip is read by `zipfile`, whose directory of members may have
 from __future__ import annotations
 
 import io
+import lzma
 import re
 import stat
 import tarfile
@@ -24,6 +25,7 @@ Read = Callable[[int, int], bytes]  # (start, length)
 MOST_HEADER_BYTES = 1 << 20
 MOST_DIRECTORY_BYTES = 32 << 20
 PIECE_BYTES = 1 << 20
+MOST_LEVELS = 64  # of folders in a member's name
 _BLOCK = tarfile.BLOCKSIZE
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _OF_MACOS = re.compile(r"(?:^|/)(?:__MACOSX/|\._|\.DS_Store$)")  # attributes of files, which macOS packs beside them
@@ -103,21 +105,37 @@ def zip_members(read: Read, size_bytes: int, left_out: Counter[str]) -> Iterator
                 is_link = stat.S_ISLNK(info.external_attr >> 16)
                 left_out["links"] += is_link
                 left_out["encrypted"] += info.flag_bits & 1
-                if info.is_dir() or is_link or info.flag_bits & 1:
+                if not info.filename or info.is_dir() or is_link or info.flag_bits & 1:
                     continue
                 if (name := _safe_path(info.filename, left_out)) is not None:
                     with archive.open(info) as file:
                         yield Member(
                             path=name, size_bytes=info.file_size, modified_s=_zip_time(info),
-                            pieces=_pieces(file),
+                            pieces=_pieces(file, name),
                         )  # fmt: skip
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+    except _OF_ZIP as error:
         raise DamagedError(f"no zip archive that can be read: {error}") from error
 
 
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
-    while piece := file.read(PIECE_BYTES):
-        yield piece
+_OF_ZIP = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+    OSError,
+)
+
+
+def _pieces(file: IO[bytes], name: str) -> Iterator[bytes]:
+    """A member's content; its reader takes it, so `zip_members` does not see what goes wrong."""
+    try:
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+    except _OF_ZIP as error:
+        raise DamagedError(f"a damaged member of a zip archive, {name}: {error}") from error
 
 
 def _zip_time(info: zipfile.ZipInfo) -> float:
@@ -136,6 +154,9 @@ def _safe_path(name: str, left_out: Counter[str]) -> str | None:
     parts = [part for part in name.replace("\\", "/").split("/") if part not in ("", ".")]
     if name.startswith(("/", "\\")) or ".." in parts or "\0" in name:
         left_out["names that lead out of it"] += 1
+        return None
+    if len(parts) > MOST_LEVELS:
+        left_out[f"files below more than {MOST_LEVELS} folders"] += 1
         return None
     path = "/".join(parts)
     return None if not path or _OF_MACOS.search(path) else path

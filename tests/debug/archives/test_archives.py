@@ -250,3 +250,38 @@ def test_an_encrypted_zip_says_so(tmp_path: Path) -> None:
         data[data.index(mark) + place] |= 1
     (tmp_path / "secret.zip").write_bytes(data)
     assert any("encrypted" in text for text in said(tmp_path))
+
+
+@pytest.mark.parametrize("damage", ["crc", "stream"])
+def test_a_damaged_member_of_a_zip_is_told(tmp_path: Path, damage: str) -> None:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("rank_0.log", "step 1\n" * 500)
+        archive.writestr("rank_1.log", "step 1\n" * 500)
+    data = bytearray(target.getvalue())
+    second = data.rindex(b"PK\x03\x04")
+    if damage == "stream":
+        data[second + 40 : second + 50] = b"\xff" * 10
+    else:
+        at = data.rindex(b"PK\x01\x02") + 16
+        data[at] ^= 1
+    (tmp_path / "evidence.zip").write_bytes(data)
+    run = open_run(tmp_path)
+    assert 0 in run.ranks
+    assert any("rank_1.log" in flag.text for flag in run.flags)
+
+
+def test_names_of_very_many_folders_are_left_out(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "evidence.tar", "w") as archive:
+        for name in ("rank_0.log", "f/" * 900 + "rank_1.log"):
+            info = tarfile.TarInfo(name)
+            info.size = 7
+            archive.addfile(info, io.BytesIO(b"step 1\n"))
+    assert any("left out: 1 files below more than" in flag.text for flag in open_run(tmp_path).flags)
+
+
+def test_folders_in_folders_without_end_are_one_incident(tmp_path: Path) -> None:
+    deep = tmp_path.joinpath(*"d" * 400)
+    deep.mkdir(parents=True)
+    (deep / "rank_0.log").write_text("step 1\n")
+    assert 0 in open_run(tmp_path).ranks
