@@ -182,6 +182,8 @@ def _left_it_out(run: Run, rank: int, skipped: Operation) -> bool:
     table = run.ranks[rank].operations
     rows = [run.operation(rank, int(row)) for row in (table["p2p"] == 0).nonzero()[0][-HISTORY:]]
     path = [(op.group, key_of(op), call_site(run, op)[:1]) for op in rows]
+    if any((op.group, op.seq) == (skipped.group, skipped.seq) for op in rows):
+        return False  # it came to it, later than the others
     for place in range(len(path) - 1, 1, -1):
         expected = predict(path[:place])
         if isinstance(expected, tuple) and expected[:2] == (skipped.group, key_of(skipped)) and expected != path[place]:

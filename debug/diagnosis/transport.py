@@ -10,6 +10,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
+from titan_ckpt.debug.diagnosis.wait_graph import is_queued
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
@@ -61,6 +62,9 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
         return
     is_timed = any(bool((run.ranks[rank].operations["started_ns"] > 0).any()) for rank in lane.members)
     waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED)) if is_timed else ()
+    rows = lane.seen_at(seq)
+    if any(is_queued(run, rank, rows[rank]) for rank in waiting):
+        return  # the wait is for what keeps that operation from ending
     running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED if is_timed else at != COMPLETED))
     if waiting and len(waiting) < len(lane.members):
         yield _verdict(run, lane, seq, waiting, VerdictKind.SCHEDULED_NOT_STARTED, Basis.NOT_STARTED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
-from titan_ckpt.debug.incident.records import COMPLETED, RECV, SEND, Array, Run, Situation
+from titan_ckpt.debug.incident.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Run, Situation
 from titan_ckpt.debug.incident.waits import pending
 
 MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the ones that matter
@@ -34,9 +34,10 @@ class Edge:
     is_after: bool = False
 
 
-def wait_edges(run: Run, lanes: Iterable[Lane], states: Mapping[int, Situation]) -> list[Edge]:
+def wait_edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> list[Edge]:
     """Every wait that the evidence shows."""
     edges = [edge for lane in lanes for edge in _collective_edges(run, lane, states)]
+    edges += [edge for lane in lanes for edge in _behind_other_groups(run, lane, states)]
     edges += _p2p_edges(run, states)
     waiting = {edge.waiter for edge in edges}
     edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
@@ -60,6 +61,33 @@ def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> 
             behind[at] = _behind(lane, at)
         edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=at, is_after=done) for other in behind[at]]
     return edges or _edges_to_stopped(lane, states)
+
+
+def _behind_other_groups(run: Run, lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
+    """Members whose device runs a collective that all have issued wait for those whose device has not come to it: an earlier
+    operation, of another group or a send or recv, is not done there. (NCCL only.)"""
+    seq = int(lane.last.min())
+    if seq < 0 or seq != int(lane.last.max()) or lane.is_silent.any():
+        return []
+    rows = lane.seen_at(seq)
+    at = {rank: int(run.ranks[rank].operations["state"][row]) for rank, row in rows.items()}
+    queued = [rank for rank, row in rows.items() if is_queued(run, rank, row)]
+    return [
+        Edge(waiter=rank, awaited=other, group=lane.group, seq=seq)
+        for other in queued
+        for rank in rows
+        if at[rank] == STARTED and can_wait(states[rank])
+    ]
+
+
+def is_queued(run: Run, rank: int, row: int) -> bool:
+    """Whether a rank's device has not come to an operation because an earlier one, of another group or a send or recv, is not
+    done."""
+    table = run.ranks[rank].operations
+    if table["state"][row] != SCHEDULED or table["retired"][row] or not table["state"].any():
+        return False
+    other = (table["group"] != table["group"][row]) | (table["p2p"] != 0)
+    return bool((pending(table) & other)[:row].any())
 
 
 _STOPPED = (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD)
