@@ -107,7 +107,7 @@ def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     elif file.rank is not None and is_stacks(file, data):
         _take_stacks(evidence, file, data.decode("utf-8", "replace"))
     else:
-        _take_log(evidence, file, [(data, False)])
+        _take_log(evidence, file, [(data, False)], is_manifest=b"apiVersion: kubeflow.org/" in head)
 
 
 def take_progress(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[bytes]) -> None:
@@ -174,9 +174,12 @@ def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
     return evidence.ranks[rank]
 
 
-def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[bytes, bool]]) -> None:
+def _take_log(
+    evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[bytes, bool]], *, is_manifest: bool = False
+) -> None:
+    """`is_manifest`: a job's description in YAML, whose status is evidence."""
     name = file.path.rpartition("/")[2].lower()
-    if name.endswith(_NO_LOGS) and not (evidence.has_notes_only and name.endswith(NOTES)):
+    if name.endswith(_NO_LOGS) and not (evidence.has_notes_only and name.endswith(NOTES)) and not is_manifest:
         return
     if file.rank is not None and evidence.recorded_ranks and file.rank >= evidence.recorded_ranks:
         return  # of an earlier, larger run
@@ -191,8 +194,12 @@ def _take_log(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[
     if not text.num_lines and file.host_folder and "stderr" in name:
         text.writers[text.default] = Stream(source=file.path)  # which says that this rank wrote no error
     is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS if not name.endswith(NOTES))
+    endings = text.endings
     has_content = (
-        text.endings.found or text.endings.notes or any(s.events or w[0] == "rank" for w, s in text.writers.items())
+        endings.found
+        or endings.notes
+        or endings.code is not None
+        or any(s.events or w[0] == "rank" for w, s in text.writers.items())
     )
     if is_log or has_content:
         evidence.num_evidence += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from signal import SIGTERM
 
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
@@ -68,7 +69,8 @@ def _ended_for_a_hang(record: RankRecord) -> bool:
 
 
 def _was_killed(record: RankRecord) -> bool:
-    return record.exit is not None and bool(signal_of(record.exit.code)) and not record.exit.was_told
+    number = signal_of(record.exit.code) if record.exit is not None and not record.exit.was_told else 0
+    return number not in (0, SIGTERM)  # by which launchers end the others
 
 
 def _would_show(run: Run, first: Sequence[RankRecord]) -> bool:

@@ -65,7 +65,8 @@ def parting(run: Run) -> Iterator[Evidence]:
     logs = {rank: record.log for rank, record in run.ranks.items() if record.log}
     for rank, log in [*logs.items(), *([(None, run.job_log)] if run.job_log else [])]:
         last = next((line for line in reversed(log.tail) if line.strip()), "")[:400]
-        is_after = log.tail_line > max(log.last_step_line, log.done_line) > 0
+        begun = max(log.last_step_line, log.done_line)
+        is_after = log.tail_line > begun and (begun > 0 or rank is not None)
         if is_after and _FAILS.search(last) and not _NO_FAILURE.search(last):
             yield Evidence(text=f"last line: {last.strip()[:200]}", rank=rank, source=f"{log.source}:{log.tail_line}")
 

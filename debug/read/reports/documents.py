@@ -4,7 +4,9 @@ Formats: torch/distributed/elastic/multiprocessing/errors/error_handler.py (`TOR
 `message.extraInfo.py_callstack`; `message` is a text where an agent wrote it); `gcloud logging read --format=json` (a list of
 LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`);
 `kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference); `docker inspect`
-(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`).
+(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`);
+`aws batch describe-jobs` (`jobs[].status`, `statusReason`, `attempts[].container`); Kubeflow's jobs
+(`status.conditions`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ def quoted_lines(value: Any) -> list[str] | None:
     """The lines that a document holds, the oldest first; None if it is none of these."""
     if isinstance(value, dict) and isinstance(value.get("message"), dict | str) and set(value) <= _ERROR_FILE:
         return _error(value["message"])
-    if (pods := _pods(value) or _containers(value)) is not None:
-        return pods
+    if (said := _pods(value) or _containers(value) or _batch_jobs(value) or _kubeflow(value)) is not None:
+        return said
     entries = value.get("events") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
@@ -74,6 +76,31 @@ def _containers(value: Any) -> list[str] | None:
         return None
     lines = [line for one in found for line in _container(one)]
     return lines if any(line.startswith("Exit Code:") for line in lines) else None
+
+
+def _batch_jobs(value: Any) -> list[str] | None:
+    """How AWS Batch says that jobs ended, by the last attempt of each; None if the document holds none."""
+    jobs: Any = value.get("jobs") if isinstance(value, dict) else None
+    if not _are_objects(jobs) or not all(isinstance(job.get("jobName"), str) and "status" in job for job in jobs):
+        return None
+    lines = []
+    for job in jobs:
+        attempts: Any = job.get("attempts")
+        last = attempts[-1] if _are_objects(attempts) else {}
+        reason = job.get("statusReason") or last.get("statusReason") or ""
+        lines.append(f"AWS Batch: job {job['jobName']} is {job['status']}: {reason}")
+        code = _inside(last, "container").get("exitCode")
+        lines += [f"exit code: {code}"] if isinstance(code, int) else []
+    return lines
+
+
+def _kubeflow(value: Any) -> list[str] | None:
+    """The conditions of a PyTorchJob, MPIJob or the like, the newest last; None if it is none."""
+    conditions: Any = _inside(value, "status").get("conditions")
+    if not isinstance(value, dict) or not str(value.get("apiVersion")).startswith("kubeflow.org/"):
+        return None
+    found = [one.get("message") for one in conditions] if _are_objects(conditions) else []
+    return [text for text in found if isinstance(text, str)] or None
 
 
 def _are_objects(value: Any) -> bool:

@@ -68,6 +68,7 @@ class Endings:
     tasks: list[tuple[str, str]] = field(default_factory=list)  # hosts and their tasks, as srun lists them
     pod: PodDescription = field(default_factory=PodDescription)
     _late: list[Ending] = field(default_factory=list)
+    _cleaned: list[Ending] = field(default_factory=list)
     _is_cancelled: bool = False
     _failed: bool = False
     _agent: str = ""  # which reported it
@@ -232,6 +233,8 @@ class Endings:
         left = set(ranks) - {ending.rank for ending in (*self.found, *self._late) if ending.is_task}
         if len(self._late) == 1 and left and not self._is_cancelled:
             self.found += self._late
+        if len(self._cleaned) == 1 and not any(ending.is_task for ending in self.found):
+            self.found += self._cleaned
 
     def _note(self, kind: EventKind, number: int, text: str, **values: str) -> None:
         self.notes.append(
@@ -259,6 +262,8 @@ class Endings:
             self._spawned = int(match["rank"])
         elif self._spawned is not None and (match := _HYDRA_SIGNAL.search(text)):
             self._task(number, self._spawned, -int(match["signal"]))
+            if int(match["signal"]) == Signals.SIGKILL:  # which Hydra sends to all that are left
+                self._cleaned.append(self.found.pop())
             self._spawned = None
         elif match := _PALS.search(text):
             code = -int(match["signal"]) if match["signal"] else int(match["code"])
@@ -284,9 +289,10 @@ class Endings:
         elif match := _LIGHTNING.search(text):
             code, rank = int(match["code"]), int(match["rank"])
             self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=True))
-        elif match := _COMPOSER.match(text):
-            code, rank = int(match["code"]), int(match["rank"])
-            self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=code > 0))
+        elif match := _COMPOSER.search(text):
+            code, rank, pid = int(match["code"]), int(match["rank"]), int(match["pid"]) if match["pid"] else None
+            is_first = code > 0 or pid is None
+            self.found.append(Ending(code=code, line=number, rank=rank, pid=pid, is_first=is_first))
 
     # -- Kubernetes, shells
 
@@ -358,7 +364,10 @@ _SPAWN = re.compile(
 _LIGHTNING = re.compile(
     r"\[rank: (?P<rank>\d{1,6})\] Child process with PID (?P<pid>\d{1,9}) terminated with code (?P<code>-?\d{1,3})"
 )
-_COMPOSER = re.compile(r"Global rank (?P<rank>\d{1,6}) \(PID (?P<pid>\d{1,9})\) exited with code (?P<code>-?\d{1,3})\b")
+_COMPOSER = re.compile(
+    r"\b(?:Global rank|Rank) (?P<rank>\d{1,6})(?: \(PID (?P<pid>\d{1,9})\) exited with| crashed with exit) code "
+    r"(?P<code>-?\d{1,3})\b"
+)
 _POD = re.compile(r"^(?:pod/)?(?P<pod>[a-z0-9][a-z0-9.-]{1,120}) +\d{1,3}/\d{1,3} +(?P<why>OOMKilled|Evicted|Error) ")
 _PREEMPTED = re.compile(
     r"(?i)\bpreempt(?:ed|ing|ion)\b.{0,80}(?:instance|node|pod|job|vm|cluster|notice)"

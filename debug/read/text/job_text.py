@@ -82,6 +82,8 @@ class JobText:
             writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
         own, is_begun = self._prefixes.peel(line)
         writer = ("prefix", own, 0) if own and writer == NOBODY else writer
+        if own and _NO_ERROR.search(own):
+            return  # the traceback of a warning: the program went on
         if self.since_s is not None and self._is_old(writer, line.time_s):
             return
         if line.is_nccl and "anks" in line.text:
@@ -209,6 +211,7 @@ class JobText:
         return self._old.get(writer, False)
 
 
+_NO_ERROR = re.compile(r"\bWARN(?:ING)?\b")
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")

@@ -22,7 +22,7 @@ from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any,
 _GROUP = re.compile(
     r"\[PG (?:ID (?P<id>\S{1,40}) )?(?:PG )?(?:GUID )?(?P<group>[^\]\n]{0,120}?) Rank (?P<rank>\d{1,6})\]"
 )
-_WORK = re.compile(r"Work\w{0,12}\((?P<fields>[^()]{0,200}(?:\([^()]{0,20}\)[^()]{0,200}){0,3})\)")
+_WORK = re.compile(r"Work\w{0,12}\((?P<fields>[^()]{0,200}(?:\([^()]{0,20}\)[^()]{0,200}){0,3})(?:\)|\(?\w{0,9}$)")
 _FIELD = re.compile(r"(?P<key>\w+(?:\(ms\))?) ?= ?(?P<value>\[[^\]]{0,120}\]|[^,\s)]{1,60})")
 _ELAPSED = re.compile(r"ran for (\d{1,18}) milliseconds")
 _PLAIN_RANK = re.compile(r"\[[Rr]ank (\d{1,6})\]")
@@ -85,7 +85,7 @@ _CLIENTS = re.compile(r"waiting for clients\. (?P<joined>\d{1,7})/(?P<expected>\
 
 # torch/distributed/distributed_c10d.py, `_store_based_barrier`; the second name of the count since 2.1.
 _STORE_BARRIER = re.compile(
-    r"in store based barrier on rank:? \d{1,6}, for key: \S{1,200} \(world_size=(?P<expected>\d{1,7}), "
+    r"in store based barrier .{0,60}?rank:? \d{1,6},(?: for)? key: \S{1,200} \(world_size=(?P<expected>\d{1,7}), "
     r"(?:worker_count|num_workers_joined)=(?P<joined>\d{1,7})"
 )
 
@@ -246,7 +246,7 @@ _RULES = (
             "clients joined",
             "aiting for key",
             "retrieving ncclUniqueId",
-            "in store based barrier on",
+            "in store based barrier",
         ),
         _store_wait,
     ),

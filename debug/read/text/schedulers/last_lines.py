@@ -16,6 +16,7 @@ _CODE = re.compile(
 )
 _FAILED = re.compile(
     r"Finished: FAILURE\s*$|ERROR conda\.cli\.main_run:|srun: error: Unable to create step|slurmstepd: error: execve\(\)"
+    r"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"
     r"|\(first noticed rank \d{1,6}\) terminated with signal|has lost communication with a remote daemon"
 )
 # sacct's row of a job, not of one of its steps: `991  ft-7b  gpu  proj  64  COMPLETED  0:0`.

@@ -194,6 +194,11 @@ class Managers:
         if match and int(match["code"]):
             yield _of_host(match["host"], int(match["code"]))
 
+    def job(self, text: str, _line: Line) -> Iterator[Said]:
+        """What AWS Batch and Kubeflow say of a job as a whole."""
+        if _JOB_FAILED.search(text):
+            yield Said(kind=EventKind.EXITED, text=text.strip())
+
     def vllm(self, text: str, _line: Line) -> Iterator[Said]:
         """A worker's process that its executor found dead (v1/executor/multiproc_executor.py)."""
         if match := _VLLM_DIED.search(text):
@@ -240,7 +245,7 @@ _DAEMON = re.compile(r"Remote daemon: \[\[\d{1,9},\d{1,9}\],\d{1,9}\] on node (?
 MOST_JOINED = 65_536
 _ADDED = re.compile(r"Added key: (?P<key>\S{1,200}) to store for rank: (?P<rank>\d{1,6})\b")
 _BARRIER = re.compile(
-    r"in store based barrier on rank:? (?P<rank>\d{1,6}), for key: (?P<key>\S{1,200}) \(world_size=(?P<size>\d{1,6}), "
+    r"in store based barrier .{0,60}?rank:? (?P<rank>\d{1,6}),(?: for)? key: (?P<key>\S{1,200}) \(world_size=(?P<size>\d{1,6}), "
     r"(?:worker_count|num_workers_joined)=(?P<joined>\d{1,6})"
 )
 _JAX_TASK = re.compile(r"/job:\w{1,40}/replica:\d{1,6}/task:(?P<task>\d{1,6})\s*$")
@@ -291,14 +296,18 @@ _RAY_FIELD = re.compile(r"\s{1,8}pid: (?P<pid>\d{1,9})\s*$")
 MOST_ACTOR_LINES = 6
 _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<pid>\d{1,9})")
 
+_JOB_FAILED = re.compile(
+    r"^AWS Batch: job \S{1,200} is FAILED|Job \S{1,200} is failed because \d{1,6} \w{1,40} replica"
+)
 _DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<host>[\w.-]{1,120})\s*$")
 _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3})\s*$")
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Said]]], ...] = (
     (PLACES, Managers.shell),
-    (("to store for rank: ", "in store based barrier on"), Managers.barrier),
+    (("to store for rank: ", "in store based barrier"), Managers.barrier),
     (("reached the barrier", "first task at the barrier", "are unhealthy", "/task:", "tasks have crashed"), Managers.jax),
     (("Remote daemon: ",), Managers.daemon),
+    (("AWS Batch: job ", "is failed because"), Managers.job),
     ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
