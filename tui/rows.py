@@ -37,6 +37,7 @@ class Role(StrEnum):
 
 
 TextSpan: TypeAlias = tuple[str, Role]
+_DIGITS, _GOES_ON = "0123456789.,", re.compile(r"[.,]?\d")  # a number, and its rest after a cut
 CULPRIT = "!"  # marks a rank at fault on every screen
 
 # Whole escape sequences first (colours, titles), then other control and bidirectional characters.
@@ -202,15 +203,18 @@ def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
 
 
 def truncate(text: str, width: int) -> str:
-    """Cut `text` at the end to at most `width` characters.
+    """Cut `text` at the end to at most `width` characters, never within a number: a part of one is another number.
 
-    >>> truncate("a long line", 6), truncate("short", 6)
-    ('a lon…', 'short')
+    >>> truncate("a long line", 6), truncate("short", 6), truncate("at x.py:104", 10)
+    ('a lon…', 'short', 'at x.py:…')
     """
     text = (
         text if len(text) <= width else shown(text)
     )  # before it is cut: half a URL does not show where its password ends
-    return text if len(text) <= width else piece(text[: max(width - 1, 0)] + "…", text)
+    if len(text) <= width:
+        return text
+    kept = text[: max(width - 1, 0)]
+    return piece(f"{kept.rstrip(_DIGITS) if _GOES_ON.match(text, len(kept)) else kept}…", text)
 
 
 def fitted(text: str, width: int) -> str:
@@ -241,13 +245,50 @@ def counted(number: int, noun: str) -> str:
 
 
 def truncate_start(text: str, width: int) -> str:
-    """Cut `text` at the start to at most `width` characters: the end of a path is the specific part.
+    """Cut `text` at the start to at most `width` characters, never within a number: the end of a path is the specific part.
 
-    >>> truncate_start("/data/runs/tiny", 8), truncate_start("short", 6)
-    ('…ns/tiny', 'short')
+    >>> truncate_start("/data/runs/tiny", 8), truncate_start("short", 6), truncate_start("run-1234/a", 6)
+    ('…ns/tiny', 'short', '…/a')
     """
     text = text if len(text) <= width else shown(text)
-    return text if len(text) <= width else piece("…" + text[len(text) - max(width - 1, 0) :], text)
+    if len(text) <= width:
+        return text
+    kept = text[len(text) - max(width - 1, 0) :]
+    is_within = text[len(text) - len(kept) - 1] in _DIGITS
+    return piece(f"…{kept.lstrip(_DIGITS) if is_within else kept}", text)
+
+
+def place_text(place: str, width: int) -> str:
+    """A `path:line` in at most `width` characters: without its folders, else cut at the start, never its number; else nothing.
+
+    >>> [place_text("/srv/job/faults.py:104", width) for width in (22, 20, 10, 4)]
+    ['/srv/job/faults.py:104', 'faults.py:104', '…ts.py:104', '']
+    """
+    if len(place) <= width:
+        return place
+    name = place.rpartition("/")[2]
+    if len(name) <= width:
+        return piece(name, place)
+    return piece(truncate_start(name, width), place) if len(name.rpartition(":")[2]) + 3 <= width else ""
+
+
+def with_place(parts: Sequence[tuple[str, int]], place: str, width: int) -> str:
+    """Parts of a line and the `path:line` at its end in at most `width` characters, so that the line's number stays.
+
+    First the folders go, then the parts from the highest number down, then the start of the file's name; parts of number 0 stay.
+
+    >>> parts = [("waits in all_reduce #7", 0), (" · default_pg", 1), (" (inferred)", 2)]
+    >>> with_place(parts, "/srv/job/faults.py:104", 50)
+    'waits in all_reduce #7 · default_pg  faults.py:104'
+    """
+    name, whole = place.rpartition("/")[2], "".join(text for text, _ in parts)
+    for limit in sorted({number for _, number in parts} | {0}, reverse=True):
+        text = "".join(text for text, number in parts if number <= limit)
+        for at in (place, name) if place else ("",):
+            if len(text) + 2 * bool(at) + len(at) <= width:
+                return piece(f"{text}{'  ' * bool(at)}{at}", f"{whole}{'  ' * bool(at)}{place}")
+    text, rest = truncate(text, width), place_text(place, width - len(text) - 2)
+    return piece(f"{text}{'  ' * bool(rest)}{rest}", f"{whole}  {place}".rstrip())
 
 
 def parse_ranks(text: str) -> tuple[int, ...] | None:

@@ -72,7 +72,16 @@ def situation(run: Run, record: RankRecord, *, others_left_some: bool) -> Situat
         or _by_log(record)
         or Situation(rank=record.rank, kind=unknown, evidence=(*lost_threads(record)[:1], *last_words(record)))
     )
-    return starved(record, found)
+    return starved(record, _at_the_call_site(run, record, found))
+
+
+def _at_the_call_site(run: Run, record: RankRecord, found: Situation) -> Situation:
+    """A traceback in a log ends in the program's helper that issued the operation: its caller's line is where the rank waits."""
+    is_helper = found.frame is not None and (found.frame.file, found.frame.line) in run.wrappers
+    if not (is_helper and found.kind.is_waiting and waited_at_the_end(record)):
+        return found
+    newest = run.operation(record.rank, int(record.operations["created_ns"].argmax()))
+    return replace(found, frame=user_frame(newest.frames, run.wrappers) or found.frame)
 
 
 def has_only_operations(record: RankRecord) -> bool:

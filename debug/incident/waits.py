@@ -11,6 +11,8 @@ from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run
 
+_QUARTER_S = 900.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
@@ -87,16 +89,33 @@ def looked_at_ns(record: RankRecord) -> int:
 
 
 def last_sign_ns(run: Run) -> int:
-    """The newest moment that any rank recorded: its recorder's last tick, or when an operation was issued, started or ended; 0 if
-    unknown. The time of a file is none: a copy has another."""
+    """The newest moment that any rank recorded: its recorder's last tick, when an operation was issued, started or ended, or the
+    newest line of its log; 0 if unknown. The time of a file is none: a copy has another."""
     beats = [record.heartbeat.alive_ns for record in run.ranks.values() if record.heartbeat is not None]
+    logged_s = max((r.log.last_time_s for r in run.ranks.values() if r.log and r.log.last_time_s), default=0.0)
+    line_ns = int((logged_s - logs_ahead_s(run)) * 1e9) if logged_s else 0
+    return max([*beats, line_ns, _newest_ns(run)])
+
+
+def _newest_ns(run: Run) -> int:
+    """When the newest operation was issued, started or ended; 0 if unknown."""
     columns = (
         record.operations[name]
         for record in run.ranks.values()
         for name in ("created_ns", "started_ns", "completed_ns")
         if len(record.operations)
     )
-    return max([*beats, *(int(column.max()) for column in columns)], default=0)
+    return max((int(column.max()) for column in columns), default=0)
+
+
+def logs_ahead_s(run: Run) -> float:
+    """How far the times of the logs, which are read as UTC, are ahead of the recorders': whole quarters of an hour, by the newest
+    training step and the newest operation. 0 where either is not known."""
+    steps = [
+        max(record.log.step_times.values()) for record in run.ranks.values() if record.log and record.log.step_times
+    ]
+    newest_ns = _newest_ns(run)
+    return round((max(steps) - newest_ns / 1e9) / _QUARTER_S) * _QUARTER_S if steps and newest_ns else 0.0
 
 
 def places(run: Run, ranks: Iterable[int]) -> list[str]:

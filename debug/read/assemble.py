@@ -6,12 +6,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
-from titan_ckpt.debug.incident.frames import is_importing, user_frame
-from titan_ckpt.debug.incident.kinds import DEMAND, STALL, DumpKind, FlagKind
+from titan_ckpt.debug.incident.frames import hang_stack, is_importing, main_thread_state, user_frame
+from titan_ckpt.debug.incident.kinds import DEMAND, STALL, DumpKind, FlagKind, RankState
 from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
 from titan_ckpt.debug.incident.records import (
     MAX_RANK,
@@ -38,6 +39,8 @@ from titan_ckpt.debug.read.snapshots import add_box, merge_dumps
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.several_files import group_by_rank, merge_logs
 from titan_ckpt.store.base import Store
+
+_Place: TypeAlias = tuple[str, int]  # a file and a line
 
 
 @dataclass(slots=True)
@@ -145,17 +148,34 @@ def _wrappers(run: Run) -> frozenset[tuple[str, int]]:
     pairs: set[int] = set()
     for block in operation_blocks(run.ranks):
         pairs.update(np.unique((block.table["op"].astype(np.int64) << 32) | block.table["frames"]).tolist())
-    ops: defaultdict[tuple[str, int], defaultdict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
+    ops: defaultdict[_Place, defaultdict[object, set[int]]] = defaultdict(lambda: defaultdict(set))
     for pair in pairs:
         frames = run.names.frames[pair & 0xFFFFFFFF]
         frame = user_frame(frames)
         if frame is not None:
             outer = frames[frames.index(frame) + 1 :][:1]
             ops[frame.file, frame.line][outer].add(pair >> 32)
-    return frozenset(place for place, by_caller in ops.items() if _is_helper([*by_caller.values()]))
+    found = (ops, _calls_in_stacks(run))
+    return frozenset(place for seen in found for place, by_caller in seen.items() if _is_helper([*by_caller.values()]))
 
 
-def _is_helper(kinds: Sequence[set[int]]) -> bool:
+def _calls_in_stacks(run: Run) -> Mapping[_Place, Mapping[object, set[str]]]:
+    """The calls of torch.distributed in which stacks stand, by the program's line and its caller: not all are recorded (gloo's
+    recorder has no sends and receives)."""
+    calls: defaultdict[_Place, defaultdict[object, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for record in run.ranks.values():
+        stack = hang_stack(record) if record.stacks else None
+        main = stack.main if stack is not None else None
+        frame = user_frame(main.frames) if main is not None else None
+        if main is None or frame is None:
+            continue
+        kind, call = main_thread_state(main)
+        if kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P) and call != "wait":
+            calls[frame.file, frame.line][main.frames[main.frames.index(frame) + 1 :][:1]].add(call)
+    return calls
+
+
+def _is_helper(kinds: Sequence[set[Any]]) -> bool:
     """Whether several callers issue different kinds of operations, `kinds` by caller, one of each."""
     return len(set().union(*kinds)) > 1 and all(len(of_caller) == 1 for of_caller in kinds)
 

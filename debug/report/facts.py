@@ -20,9 +20,11 @@ MAX_PLACES = 4
 MAX_COMMANDS = 3
 
 
-def when(run: Run, now_s: float) -> str:
-    """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known."""
-    return stopped(began_ns(run) / 1e9, last_sign_ns(run) / 1e9, now_s)
+def when(run: Run, top: Verdict, now_s: float) -> str:
+    """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known. A slow job
+    has not stopped."""
+    began_s = 0.0 if top.verdict == VerdictKind.STRAGGLER else began_ns(run) / 1e9
+    return stopped(began_s, last_sign_ns(run) / 1e9, now_s)
 
 
 def stopped(began_s: float, last_s: float, now_s: float) -> str:
@@ -31,6 +33,11 @@ def stopped(began_s: float, last_s: float, now_s: float) -> str:
         return f"last sign of life {moment(last_s)}{_age(now_s, last_s)}" if last_s else ""
     after = f"; last sign of life {format_duration(last_s - began_s)} later" if last_s - began_s >= 1e-3 else ""
     return f"stopped {moment(began_s)}{_age(now_s, began_s)}{after}"
+
+
+def ended(last_s: float, now_s: float) -> str:
+    """What to say of a job that ended well; "" if no time is known."""
+    return f"ended well {moment(last_s)}{_age(now_s, last_s)}" if last_s else ""
 
 
 def moment(seconds: float) -> str:

@@ -69,7 +69,7 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]
     facts += [f"step {top.step}"] if top.step is not None else []
     facts += [f"incident {run.incident}"] if run.incident else []
-    facts += [moment] if (moment := when(run, now_s)) else []
+    facts += [moment] if (moment := when(run, top, now_s)) else []
     facts += [] if top.is_healthy else where(run, top)
     yield f'<p>{" · ".join(_text(fact) for fact in facts)}</p><p class="dim">{_text(redact(run.url))}</p></header>'
 

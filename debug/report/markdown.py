@@ -47,7 +47,7 @@ def _facts(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     yield num_ranks(run.world_size)
     if top.step is not None:
         yield f"step {top.step}"
-    if moment := when(run, now_s):
+    if moment := when(run, top, now_s):
         yield moment
     if not top.is_healthy:
         yield from where(run, top)

@@ -18,7 +18,7 @@ MAX_OTHERS = 3
 def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = None) -> str:
     """The top verdict in full, the others in a line each. `now_s`: the present (seconds since epoch), for the age of a hang."""
     top = verdicts[0]
-    moment = when(run, now_s) if now_s is not None and not top.is_healthy else ""
+    moment = when(run, top, now_s) if now_s is not None and not top.is_healthy else ""
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
     lines = [
         f"{name}: {_wrapped(top.headline, len(name) + 2)}",

@@ -23,7 +23,7 @@ from titan_ckpt.tui.screens.collective import rank_to_compare
 from titan_ckpt.tui.screens.grid import GridPane
 from titan_ckpt.tui.screens.grid_rows import GridRows
 from titan_ckpt.tui.screens.help import COMMON_KEYS, HelpScreen
-from titan_ckpt.tui.screens.logs import LogRows
+from titan_ckpt.tui.screens.log_rows import LogRows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.line_view import LineView
 from tools.paths import DATA
@@ -189,7 +189,7 @@ async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
         assert pinned(app) == 2
         assert "*    2" in screen_text(app)
         await press(app, pilot, "3")
-        assert "*    2  scheduled" in screen_text(app)
+        assert "*    2  pending" in screen_text(app)
         await press(app, pilot, "2 space")
         assert pinned(app) is None
         assert "rank 2 unpinned" in screen_text(app)

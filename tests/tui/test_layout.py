@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.cli.main import main
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.incident import load_incident
 from titan_ckpt.tui.pictures.curves import with_unit
-from titan_ckpt.tui.rows import Role
+from titan_ckpt.tui.rows import Role, with_place
 from titan_ckpt.tui.screens.incidents import Judged, incident_rows
+from titan_ckpt.tui.screens.log_rows import shortened
+from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.part import PartView
 from tools.paths import DATA, INCIDENTS
@@ -34,6 +38,65 @@ def test_a_list_of_few_incidents_is_low_and_says_when() -> None:
     assert "2026-11-22 02:18:18  RANK_DIED   95%  rank 1 died" in lines[1]
     assert lines[2].endswith("judging ...")
     assert "2026" not in incident_rows(("a",), "a", judged, 60)[1].text
+
+
+def app_of(case: str, first_screen: int = 1) -> TitanApp:
+    return TitanApp(find_content(str(INCIDENTS / case)), clock=lambda: 1_795_250_000.0, first_screen=first_screen)
+
+
+@pytest.mark.parametrize("case", ["chain", "exception", "order", "size", "straggler"])
+async def test_no_screen_cuts_a_number(case: str) -> None:
+    """A part of a line's number is the number of another line."""
+    app = app_of(case)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for number in "12346":
+            await press(app, pilot, number)
+            lines = [line for line in screen_text(app).splitlines() if re.search(r"\d…|\.py:…|\.py…", line)]
+            assert not lines
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_waits_keep_the_line_and_drop_the_rest(width: int) -> None:
+    incident = load_incident(str(INCIDENTS / "size"))
+    for line in wait_rows(incident, width):
+        if line.at is not None:
+            assert len(line.text) <= width
+            assert "faults.py:140" in (line.text if width > 40 else line.whole), line.text
+            assert "#7" in line.text or "#" not in line.whole
+    assert with_place([("a", 0), (" in group 12", 1)], "/x/y.py:104", 12) == "a  y.py:104"
+    assert with_place([("waits #1234", 0)], "/x/y.py:104", 10) == "waits #…"
+
+
+async def test_narrow_logs_show_their_messages() -> None:
+    app = app_of("size", 5)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        text = screen_text(app)
+        assert "▸  !1 02:07:37 step 2 done loss=4.000" in text
+    torch = "W1121 02:07:38.255000 13183 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 13188"
+    assert shortened(torch, 36) == "02:07:38 Sending process 13188"
+
+
+async def test_details_take_the_lines_that_the_list_leaves() -> None:
+    app = app_of("size")
+    async with app.run_test(size=(200, 60)) as pilot:
+        await settled(app, pilot)
+        free = app.pane.size.height - len(app.pane.body.rows) - 1
+        (details,) = [view for view in app.pane.query(PartView) if view.part.name == "details"]
+        assert details.outer_size.height == free > 20
+        assert "stack, innermost call first" in screen_text(app)
+
+
+async def test_the_line_above_the_grid_is_never_empty() -> None:
+    app = app_of("size", 2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        assert "v #7: all_reduce" in screen_text(app).splitlines()[3]
+    app = app_of("pginit", 2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        assert screen_text(app).splitlines()[3].strip()
 
 
 async def test_few_ranks_leave_room_for_their_bars_below() -> None:

@@ -20,8 +20,8 @@ from titan_ckpt.tui import rows
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.screens import logs as screen_logs
-from titan_ckpt.tui.screens.logs import shortened
+from titan_ckpt.tui.screens import log_rows
+from titan_ckpt.tui.screens.log_rows import shortened
 from titan_ckpt.tui.screens.overview import live_rows
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import DATA, INCIDENTS
@@ -30,7 +30,7 @@ NOW_S = 1_795_250_000.0
 
 
 def test_the_examples_of_rows_hold() -> None:
-    assert doctest.testmod(rows).failed == doctest.testmod(screen_logs).failed == 0
+    assert doctest.testmod(rows).failed == doctest.testmod(log_rows).failed == 0
 
 
 @pytest.fixture(scope="module")

@@ -227,7 +227,7 @@ def test_bars_reach_from_issue_to_end_and_waits_to_the_edge() -> None:
 def test_of_overlapping_operations_the_worst_is_drawn() -> None:
     created, ended = np.array([1, 20], np.int64), np.array([90, 40], np.int64)
     codes = time_codes(created, ended, np.array([DONE, ABSENT], np.uint8), Window(start=0, end=100), 10)
-    assert codes.tolist() == [1, 1, 6, 6, 6, 1, 1, 1, 1, 1]
+    assert codes.tolist() == [1, 1, ABSENT, ABSENT, ABSENT, 1, 1, 1, 1, 1]
 
 
 def test_a_window_zooms_about_a_moment_and_moves() -> None:

@@ -54,7 +54,7 @@ async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
         for number in "12345678":
             await press(app, pilot, number)
             assert (
-                "P2P_MISSING_PEER · rank 1 · stuck for 1.7 s · n0:22332 · faults.py:281"
+                "P2P_MISSING_PEER · rank 1 · stuck for 5.0 s · n0:22332 · faults.py:281"
                 in screen_text(app).splitlines()[1]
             )
         marks = {"1": "! at fault: rank 1", "2": "▸ !    1 ", "3": "▸ !    1 ", "5": "    !1 ", "6": "rank 1 ! culprit"}
@@ -155,7 +155,7 @@ def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:
     ]  # fmt: skip
     found = standing(live(skip), NOW_S)
     assert found.word == VerdictKind.SKIPPED_COLLECTIVE
-    assert "recorded (95%)" in found.facts
+    assert "confidence 95% (recorded)" in found.facts
     assert found.text(30) == "SKIPPED_COLLECTIVE · rank 2"
 
 

@@ -139,7 +139,7 @@ def test_ctrl_z_suspends_and_the_editor_gets_the_line(tmp_path: Path) -> None:
         see(terminal, "[1 Overview]")
         terminal.press("5")
         see(terminal, "[5 Logs]")
-        see(terminal, "rank2]: RuntimeError")
+        see(terminal, "overflow on this rank")
         terminal.press("e")
         edited = tmp_path / "edited"
         wait_until(terminal, lambda: edited.exists() and edited.read_text().endswith("\n"))

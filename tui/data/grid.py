@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
 from titan_ckpt.tui.data.arrays import ByteArray, Floats, Ints
 from titan_ckpt.tui.rows import Glyph, Role
 
 Codes = ByteArray
 
-BLANK, DONE, LATE, SILENT, PENDING, RUNNING, ABSENT, DIFFERS = range(8)
+BLANK, DONE, LATE, SILENT, PENDING, RUNNING, FAILED, ABSENT, DIFFERS = range(9)
 GLYPHS: Sequence[Glyph] = (
     Glyph(char=" ", role=Role.DIM, label="not recorded"),
     Glyph(char="·", role=Role.DIM, label="done"),
@@ -29,6 +30,7 @@ GLYPHS: Sequence[Glyph] = (
     Glyph(char="?", role=Role.WARN, label="unknown"),
     Glyph(char="o", role=Role.GOOD, label="pending"),
     Glyph(char="@", role=Role.GOOD, label="started"),
+    Glyph(char="%", role=Role.WARN, label="failed"),
     Glyph(char="x", role=Role.BAD, label="absent"),
     Glyph(char="#", role=Role.BAD, label="differs"),
 )
@@ -63,6 +65,12 @@ class Grid:
     def is_time(self) -> bool:
         """Whether columns are times."""
         return self.bin_ns > 0
+
+    @property
+    def stand_text(self) -> str:
+        """The column in which the group stands, and its operation: `#7: all_reduce`."""
+        name = self.operations[self.stand] if self.stand < len(self.operations) else ""
+        return f"{self.column_text(self.stand)}{f': {name}' if name else ''}"
 
     @cached_property
     def occurring(self) -> tuple[int, ...]:
@@ -198,6 +206,20 @@ def _mark_different(lane: Lane, codes: Codes) -> None:
     for column in np.flatnonzero((largest != smallest) & (largest >= 0)).tolist():
         signature = lane.signature[:, column]
         codes[(signature >= 0) & (signature != usual_signature(signature)), column] = DIFFERS
+
+
+def failed_rows(run: Run, lane: Lane) -> dict[int, int]:
+    """The newest collective of members at which it failed, by rank: the row among its operations.
+
+    A rank that logged an error of the communication left it, as gloo's `retired` also says, while others still wait in it.
+    """
+    found = {}
+    for place in np.flatnonzero(lane.done & np.isin(lane.last, lane.pending[lane.pending >= 0])).tolist():
+        record, at = run.ranks[lane.members[place]], int(lane.row[place, int(lane.last[place]) - lane.first_seq])
+        errors = (event for event in record.events if event.kind.is_communication)
+        if record.operations["state"][at] != COMPLETED and any(not logged_on(record, event) for event in errors):
+            found[lane.members[place]] = at
+    return found
 
 
 def usual_signature(column: Ints) -> int:

@@ -12,17 +12,18 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
+from titan_ckpt.debug.diagnosis.no_culprit import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
-from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
-from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, waits
+from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, logs_ahead_s, waits
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats
-from titan_ckpt.tui.data.grid import clock_offsets
+from titan_ckpt.tui.data.grid import DONE, FAILED, GLYPHS, PENDING, RUNNING, clock_offsets, failed_rows
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -76,6 +77,47 @@ class Incident:
     def awaits_confirmation(self) -> bool:
         """Whether one look at a live job shows a fault, which the next look has to show too."""
         return self.is_unconfirmed and self.top.verdict not in NO_FAULT
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the verdict is that the job went on, held up again and again: nothing hung."""
+        return self.top.verdict == VerdictKind.STRAGGLER
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Whether the job ended well."""
+        return went_on(self.run)
+
+    @property
+    def is_past(self) -> bool:
+        """Whether the job was slow and has ended well: what its records leave open has ended since."""
+        return self.is_slow and self.is_over
+
+    @cached_property
+    def stop_s(self) -> float:
+        """When the job stopped going on, in seconds since the epoch: where nothing waits, the end of the rank that died; 0 if
+        unknown."""
+        dead = self.run.ranks.get(self.top.culprits[0]) if self.top.culprits else None
+        if self.began_ns or dead is None or self.top.verdict != VerdictKind.RANK_DIED:
+            return self.began_ns / 1e9
+        times = [dead.exit.time_s if dead.exit else None, dead.log.last_time_s if dead.log else None]
+        known = [time_s for time_s in times if time_s]
+        return max(known) - logs_ahead_s(self.run) if known else 0.0
+
+    @cached_property
+    def failed(self) -> dict[int, int]:
+        """The operation at which a rank failed, as the row among its operations, by rank."""
+        collectives = self.lanes[: len(self.lanes) - self.num_p2p_lanes]
+        return {rank: row for lane in collectives for rank, row in failed_rows(self.run, lane).items()}
+
+    def word_of(self, rank: int, row: int) -> str:
+        """What became of an operation of a rank, in the words of the grid's legend."""
+        if self.failed.get(rank) == row:
+            return GLYPHS[FAILED].label
+        op = self.run.operation(rank, row)
+        if op.retired or op.state == OperationState.COMPLETED or self.is_past:
+            return GLYPHS[DONE].label
+        return GLYPHS[RUNNING if op.state == OperationState.STARTED else PENDING].label
 
     def is_p2p(self, lane: Lane) -> bool:
         """Whether a lane holds sends and receives."""
@@ -206,11 +248,16 @@ def diagnosed(run: Run) -> Incident:
         verdicts=verdicts,
         lanes=(*(with_odd_splits(run, with_odd_marked(run, lane, verdicts[0]), verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
-        states=seen_situations(run, states, blamed, {edge.waiter for edge in edges}),
+        states=_as_ended(run, seen_situations(run, states, blamed, {edge.waiter for edge in edges})),
         edges=edges,
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),
     )
+
+
+def _as_ended(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:
+    """The states; ranks of a job that ended well have finished: what a stack shows was after the end, or has gone on since."""
+    return {rank: Situation(rank=rank, kind=RankState.FINISHED) for rank in states} if went_on(run) else dict(states)
 
 
 def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:

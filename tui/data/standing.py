@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from signal import Signals
 
 from titan_ckpt.console.units import format_duration
+from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, alarms
 from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
-LIVE_S = 30.0
+LIVE_S, _RECENT_S = 30.0, 3600.0
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
 _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
 
@@ -56,6 +58,14 @@ def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
     return [beat for beat in beats if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
 
 
+def may_go_on(incident: Incident, now_s: float) -> bool:
+    """Whether a job may write more: no end of it is known, and it showed life in the last hour."""
+    run = incident.run
+    has_ended = run.launcher is not None and run.launcher.code is not None
+    has_ended |= all(record.exit is not None for record in run.ranks.values())
+    return not has_ended and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
+
+
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job show to be wrong now."""
     return alarms(heartbeats(incident), int(now_s * 1e9), after_s=LIVE_S)
@@ -75,7 +85,7 @@ def standing(incident: Incident, now_s: float) -> Standing:
         )
     role: Role = (
         Role.GOOD if top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
-        else Role.WARN if top.verdict in NO_FAULT else Role.BAD
+        else Role.WARN if top.verdict in NO_FAULT or incident.is_slow else Role.BAD
     )  # fmt: skip
     return Standing(word=top.verdict, role=role, facts=_facts(incident, now_s if live else None))
 
@@ -83,25 +93,45 @@ def standing(incident: Incident, now_s: float) -> Standing:
 def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     top, named = incident.top, incident.top.culprits or incident.top.suspects
     facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
-    stuck = stuck_text(incident, now_s)
-    facts += [stuck] if stuck else []
+    stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
+    facts.append(stuck)
     if len(named) == 1:
-        facts += [text for text in (process_text(incident, named[0]), line_text(incident, named[0])) if text]
+        facts += [process_text(incident, named[0]), line_text(incident, named[0])]
     if top.verdict not in NO_FAULT:
-        facts.append(f"{confidence_word(top.confidence)} ({top.confidence:.0%})")
-    if not stuck and incident.began_ns and top.verdict not in _NO_STANDSTILL:
-        facts.append(f"stopped {moment(incident.began_ns / 1e9)}")
-    return tuple(facts)
+        sure, stop = f"confidence {top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)
+        facts += [sure, stop] if stuck and not incident.is_slow else [stop, sure]
+    return tuple(fact for fact in facts if fact)
+
+
+def stop_text(incident: Incident) -> str:
+    """When the job stopped, or ended; "" if that is not known."""
+    if incident.is_over or incident.is_slow:
+        word = "ended" if incident.is_over else "last sign of life"
+        return f"{word} {moment(incident.last_sign_ns / 1e9)}" if incident.last_sign_ns else ""
+    return f"stopped {moment(incident.stop_s)}" if incident.stop_s else ""
+
+
+def exit_text(end: Exit) -> str:
+    """How a process ended: `code 1`, `SIGTERM from the launcher`, `killed by SIGKILL`."""
+    number = signal_of(end.code)
+    if not number:
+        return f"code {end.code}"
+    name = Signals(number).name if number in set(Signals) else f"signal {number}"
+    if end.was_told and name == "SIGTERM":
+        return "SIGTERM from the launcher"
+    return f"killed by {name}{', after SIGTERM from the launcher' if end.was_told else ''}"
 
 
 def stuck_text(incident: Incident, now_s: float | None) -> str:
-    """`stuck for 14 min`: until `now_s`, or until the last sign of life of a job that is gone; "" if no time is known."""
-    began = incident.began_ns / 1e9
+    """`stuck for 14 min`: until `now_s`, or until the last sign of life of a job that is gone; "" if no time is known, or if
+    a rank of it died: that is a moment."""
+    began, top = incident.stop_s, incident.top
     until = now_s if now_s is not None else incident.last_sign_ns / 1e9
-    if incident.top.verdict in _NO_STANDSTILL or not began or until - began < 1:
+    if incident.is_over or top.verdict in _NO_STANDSTILL or not began or until - began < 1:
         return ""
-    word = "stopped" if incident.top.verdict == VerdictKind.RANK_DIED else "stuck"
-    return f"{word} for {format_duration(until - began)}"
+    if top.verdict == VerdictKind.RANK_DIED:
+        return f"stopped for {format_duration(until - began)}" if now_s is not None else ""
+    return f"stuck for {format_duration(until - began)}"
 
 
 def process_text(incident: Incident, rank: int) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.incident.records import Array, Run
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Run
 from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.tui.data.arrays import Floats, Ints
-from titan_ckpt.tui.data.grid import ABSENT, BLANK, PENDING, RUNNING, Codes, Grid, created_ns
+from titan_ckpt.tui.data.grid import ABSENT, BLANK, FAILED, PENDING, RUNNING, Codes, Grid, created_ns
 from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
@@ -23,8 +23,9 @@ BARS: Mapping[int, Glyph] = {
     3: Glyph(char="?", role=Role.WARN, label="unknown"),
     4: Glyph(char="░", role=Role.WARN, label="waits"),
     5: Glyph(char="░", role=Role.WARN, label="waits, started"),
-    6: Glyph(char="x", role=Role.BAD, label="absent"),
-    7: Glyph(char="#", role=Role.BAD, label="differs"),
+    6: Glyph(char="%", role=Role.WARN, label="failed"),
+    7: Glyph(char="x", role=Role.BAD, label="absent"),
+    8: Glyph(char="#", role=Role.BAD, label="differs"),
 }
 
 
@@ -154,10 +155,14 @@ def _completed_ns(run: Run, rank: int, row: Array) -> Ints:
     return np.where(row >= 0, table["completed_ns"][row], 0).astype(np.int64)
 
 
-def rank_codes(table: Array, window: Window, cells: int, ahead: int = 0) -> Codes:
-    """A rank's operations of all groups over time: done, or waiting. `ahead`: how far its clock is ahead, in ns."""
-    is_done = table["retired"] | (table["state"] == 2)
+def rank_codes(
+    table: Array, window: Window, cells: int, ahead: int = 0, failed: int = -1, *, is_past: bool = False
+) -> Codes:
+    """A rank's operations of all groups over time: done, or waiting. `ahead`: how far its clock is ahead, in ns; `failed`: the
+    row of the one at which it failed, -1 for none; `is_past`: all have ended since."""
+    is_done = table["retired"] | (table["state"] == COMPLETED) | is_past
     codes = np.where(is_done, 1, PENDING).astype(np.uint8)
+    codes[[failed] if failed >= 0 else []] = FAILED
     created = _moved(table["created_ns"].astype(np.int64), ahead)
     completed = _moved(np.where(is_done, table["completed_ns"], 0).astype(np.int64), ahead)
     return time_codes(created, completed, codes, window, cells)

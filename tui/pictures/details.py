@@ -9,12 +9,26 @@ import numpy as np
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
-from titan_ckpt.debug.incident.frames import is_library, program_frames, user_frame
+from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
+from titan_ckpt.tui.data.grid import DONE, GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
-from titan_ckpt.tui.data.standing import process_text
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, head, ranks_named, row, truncate, wrapped
+from titan_ckpt.tui.data.standing import exit_text, process_text
+from titan_ckpt.tui.pictures.stacks import stack_of
+from titan_ckpt.tui.rows import (
+    CULPRIT,
+    Role,
+    Row,
+    RowLink,
+    TextSpan,
+    head,
+    place_text,
+    ranks_named,
+    row,
+    truncate,
+    wrapped,
+)
 
 _NAME = 11
 _MOST_FRAMES = 40
@@ -51,12 +65,17 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     detail = f" ({state.detail})" if state.detail else ""
     yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
     yield from fact("step", _step_text(record), width)
-    yield from fact("exit", _exit_text(record), width)
+    yield from fact("exit", exit_text(record.exit) if record.exit is not None else "", width)
     yield from fact(*_newest(incident, record), width, link=RowLink(screen=2, rank=rank))
     yield from _wait_rows(incident, rank, width)
     if state.frame is not None:
-        yield from fact("line", str(state.frame), width, link=link, at=_at(state.frame))
-    yield from _stack_rows(record, width)
+        yield from fact("line", _line_text(state.frame, width), width, link=link, at=_at(state.frame))
+    yield from _stack_rows(incident, rank, width)
+
+
+def _line_text(frame: Frame, width: int) -> str:
+    """`/srv/job/train.py:12 in step`, without the folders where the place does not fit on a line."""
+    return f"{place_text(frame.place, max(width - _NAME, 12))} in {frame.function}"
 
 
 def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
@@ -67,10 +86,8 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
     if op is None:
         return "last op", ""
     number = f" #{op.seq}" if op.seq >= 0 else ""
-    return (
-        "waits in" if wait is not None else "last op",
-        f"{op.op}{number} of group {op.group}{'' if wait else ', done'}",
-    )
+    text = f"{op.op}{number} of group {op.group}"
+    return ("waits in", text) if wait is not None else ("last op", f"{text}, {incident.word_of(record.rank, at)}")
 
 
 def _step_text(record: RankRecord) -> str:
@@ -80,30 +97,26 @@ def _step_text(record: RankRecord) -> str:
     return f"{beat.step}{f', in {beat.phase}' if beat.phase else ''}"
 
 
-def _exit_text(record: RankRecord) -> str:
-    end = record.exit
-    if end is None:
-        return ""
-    return f"killed by signal {-end.code}" if end.code < 0 else f"code {end.code}"
-
-
 def _wait_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     awaited = sorted({edge.awaited for edge in incident.edges if edge.waiter == rank})
     waiting = sorted({edge.waiter for edge in incident.edges if edge.awaited == rank})
     if awaited:
-        yield from fact("waits for", ranks_named(awaited, 4), width, Role.PLAIN, RowLink(screen=6, rank=awaited[0]))
+        name = "waited for" if incident.is_slow else "waits for"
+        yield from fact(name, ranks_named(awaited, 4), width, Role.PLAIN, RowLink(screen=6, rank=awaited[0]))
     if waiting:
-        yield from fact("holds up", ranks_named(waiting, 4), width, Role.WARN, RowLink(screen=6, rank=waiting[0]))
+        name, role = ("held up", Role.PLAIN) if incident.is_slow else ("holds up", Role.WARN)
+        yield from fact(name, ranks_named(waiting, 4), width, role, RowLink(screen=6, rank=waiting[0]))
 
 
-def _stack_rows(record: RankRecord, width: int) -> Iterator[Row]:
-    """The newest main stack, the innermost call first; calls of libraries in a row are one line."""
-    main = record.stacks[-1].main if record.stacks else None
-    if main is None:
+def _stack_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
+    """The stack of a rank, the innermost call first; calls of libraries in a row are one line."""
+    stack = stack_of(incident, rank)
+    if stack is None:
         return
     yield row()
-    yield head("stack, innermost call first")
-    yield from frame_rows(program_frames(main)[:_MOST_FRAMES], width)
+    order = ", innermost call first" if len(stack.frames) > 1 else ""
+    yield head(truncate(f"{stack.name}{order}", width))
+    yield from frame_rows(stack.frames[:_MOST_FRAMES], width)
 
 
 def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
@@ -116,8 +129,9 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
         if num_library:
             yield row((f"  {num_library} in libraries", Role.DIM))
             num_library = 0
-        name = frame.file.rpartition("/")[2]
-        yield row(truncate(f"  {name}:{frame.line} in {frame.function}", width), at=_at(frame))
+        name = f"{frame.file.rpartition('/')[2]}:{frame.line}"
+        place = f"  {place_text(name, width - 2)}"
+        yield row(truncate(f"{place} in {frame.function}", width) if len(place) + 8 <= width else place, at=_at(frame))
         if frame.text:
             yield row((truncate(f"    > {frame.text}", width), Role.DIM), at=_at(frame))
     if num_library:
@@ -132,15 +146,18 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     yield row((f"#{seq}", Role.BOLD), f" of group {name}", link=RowLink(screen=3, group=name, seq=seq, rank=rank))
     if at < 0:
         is_unknown = rank in lane.members and bool(lane.is_silent[lane.members.index(rank)])
-        text = "unknown: no record of this rank's" if is_unknown else "not issued by this rank"
-        yield from fact("operation", text, width, Role.WARN if is_unknown else Role.BAD)
+        text, role = (
+            ("unknown: no record of this rank's", Role.WARN) if is_unknown else ("not issued by this rank", Role.BAD)
+        )
+        text, role = ("not issued when this was recorded", Role.NOTE) if incident.is_slow else (text, role)
+        yield from fact("operation", text, width, role)
         return
     op = incident.run.operation(rank, at)
-    is_done = op.retired or op.state == "completed"
+    word = incident.word_of(rank, at)
+    is_done = word == GLYPHS[DONE].label
     yield from fact("operation", f"{op.op} {op.sizes} {op.dtypes}", width)
-    yield from fact(
-        "state", "done" if is_done else f"{op.state}, did not end", width, Role.PLAIN if is_done else Role.WARN
-    )
+    yield from fact("state", word if is_done or at == incident.failed.get(rank) else f"{word}, did not end", width,
+                    Role.PLAIN if is_done or incident.is_slow else Role.WARN)  # fmt: skip
     yield from fact("issued", _lag_text(incident, lane, column, rank, op), width)
     if op.completed_ns and op.created_ns:
         yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)
@@ -151,7 +168,7 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
         yield from fact("splits", splits_text(splits), width)
     frame = user_frame(op.frames, incident.run.wrappers)
     if frame is not None:
-        yield from fact("line", str(frame), width, at=_at(frame))
+        yield from fact("line", _line_text(frame, width), width, at=_at(frame))
 
 
 def _lag_text(incident: Incident, lane: Lane, column: int, rank: int, op: Operation) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.waits import pending
-from titan_ckpt.tui.data.grid import PENDING
+from titan_ckpt.tui.data.grid import BLANK, DONE, PENDING
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
@@ -46,13 +47,15 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     labels = [_label(incident, ranks) for ranks in shown]
     before = min(max(map(len, labels)), width // 3) + 1
     cells = max(width - before, 8)
-    is_standing = incident.began_ns and incident.top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
-    stop = window.cell(_began_ns(incident, firsts, ahead), cells) if is_standing else -1
+    is_calm = incident.is_slow or incident.top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
+    is_standing = bool(incident.stop_s) and not is_calm
+    stop = window.cell(_stop_ns(incident, firsts, ahead), cells) if is_standing else -1
+    seen: set[int] = set()
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         text = (
             "all wait from here"
-            if all(s.kind.is_waiting for s in incident.states.values())
+            if not incident.failed and all(s.kind.is_waiting for s in incident.states.values())
             else "others wait from here"
         )
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
@@ -60,25 +63,41 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         yield row((f"{'':<{start}}{truncate(text, width - start)}", Role.WARN))
     for ranks, label in zip(shown, labels, strict=True):
         is_culprit = ranks[0] in incident.top.culprits
-        codes = rank_codes(run.ranks[ranks[0]].operations, window, cells, ahead.get(ranks[0], 0)).tolist()
+        codes = _codes(incident, ranks[0], window, cells, ahead, stop)
+        seen |= set(codes)
         yield row((fitted(label, before - 1), Role.BAD if is_culprit else Role.PLAIN), " ",
                   *bar_spans(codes, stop), link=RowLink(screen=2, rank=ranks[0]), is_problem=is_culprit)  # fmt: skip
     yield row()
-    waits = (("░", Role.WARN), " waits") if is_standing else ()
-    yield row(("━", Role.GOOD), " done  ", *waits)
+    yield row(*(span for code in sorted({DONE, *seen} - {BLANK}) for span in
+                ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
 
 
-def _began_ns(incident: Incident, ranks: Sequence[int], ahead: Mapping[int, int]) -> int:
+def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Mapping[int, int], stop: int) -> list[int]:
+    """What a rank did at each moment. Where it waits in an operation that its recorder does not see, as gloo's does not see sends
+    and receives, it does so from its last one on, at the latest since the job stands."""
+    table = incident.run.ranks[rank].operations
+    codes = rank_codes(
+        table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_past=incident.is_past
+    )
+    state = incident.states.get(rank)
+    is_unseen = state is not None and state.kind.is_waiting and rank not in incident.wait_of
+    if is_unseen and stop >= 0 and len(table) and rank not in incident.failed:
+        codes[max(stop, int(np.flatnonzero(codes).max(initial=-1)) + 1) :] = PENDING
+    found: list[int] = codes.tolist()
+    return found
+
+
+def _stop_ns(incident: Incident, ranks: Sequence[int], ahead: Mapping[int, int]) -> int:
     """When the job stopped, by the clocks of the shown ranks where these differ."""
     if not any(ahead.values()):
-        return incident.began_ns
+        return int(incident.stop_s * 1e9)
     shown = set(ranks)
     times = [
         int(record.operations["created_ns"][open_rows[0]]) - ahead.get(rank, 0)
         for rank, record in incident.run.ranks.items()
         if rank in shown and len(open_rows := np.flatnonzero(pending(record.operations)))
     ]
-    return max(times, default=incident.began_ns)
+    return max(times, default=int(incident.stop_s * 1e9))
 
 
 def _label(incident: Incident, ranks: tuple[int, ...]) -> str:
@@ -111,13 +130,12 @@ def axis(window: Window, cells: int) -> str:
 def step_rows(incident: Incident, width: int) -> Iterator[Row]:
     """The usual step beside the last one."""
     found = step_times(incident.run, incident.last_sign_ns)
-    if found is None:
-        return
-    yield from _step_bars(found, width)
+    if found is not None:
+        yield from _step_bars(replace(found, last_s=0.0) if incident.is_over else found, width)
 
 
 def _step_bars(found: StepTimes, width: int) -> Iterator[Row]:
-    names = (f"median of {counted(found.num, 'step')}", f"after step {found.step} was logged")
+    names = (f"median of {counted(found.num, 'step')}", "since the last step was logged")
     before = max(map(len, names)) + 2
     longest = max(found.median_s, found.last_s, 1e-9)
     for name, seconds in zip(names, (found.median_s, found.last_s), strict=True):

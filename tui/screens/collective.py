@@ -12,18 +12,18 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.grid import usual_signature
+from titan_ckpt.tui.data.grid import ABSENT, FAILED, GLYPHS, LATE, usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, place_text, row
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
-_WITH_LAG = 50
+_WITH_LAG, _STATE = 50, 9
 
 
 class CollectivePane(Pane):
@@ -86,7 +86,7 @@ class CollectivePane(Pane):
         key = (self.session.incident.version, self.session.lane, width)
         if self._tree_key != key:
             members = current_lane(self.session, incident).members
-            self._tree_key, self._tree_rows = key, list(tree_rows(incident.run, members, width))
+            self._tree_key, self._tree_rows = key, list(tree_rows(incident, members, width))
         return self._tree_rows
 
     def go_back(self) -> bool:
@@ -183,7 +183,7 @@ class CollectiveRows:
             is_absent = np.zeros(len(self._at), bool)
             places = missing_halves(lane, incident.edges)
             is_absent[[place for place, at in places.items() if at == column]] = True
-        self._is_absent = is_absent
+        self._is_absent, self._is_mixed = is_absent, bool(self._is_other.any())
         self._problems = np.flatnonzero(self._is_other | is_absent) + 1
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
@@ -203,7 +203,7 @@ class CollectiveRows:
     def row(self, index: int, width: int) -> Row:
         place = index - 1
         if place < 0:
-            return head(f"{'rank':>6}  {'state':<11}{_lag('lag', width)}    operation, call site")
+            return head(f"{'rank':>6}  {'state':<{_STATE}}{_lag('lag', width)}    operation, call site")
         if place >= len(self._members):
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
@@ -225,25 +225,31 @@ class CollectiveRows:
         mark_role: Role = Role.BAD if is_at_fault else Role.BOLD
         link = RowLink(screen=6, rank=rank)
         if op is None:
-            state = incident.states.get(rank)
-            doing = SITUATIONS[state.kind].label if state is not None else "unknown"
-            gap = f"{_lag('', width)}    "
-            start = f"{mark}{rank:>5}  absent     {gap}{doing}"
-            line = _place(state.frame if state is not None else None, width - len(start))
-            return row((f"{mark}{rank:>5}  ", mark_role), ("absent     ", Role.BAD), f"{gap}{doing}", (line, Role.DIM),
-                       link=link, is_problem=True, at=_at(state.frame if state is not None else None))  # fmt: skip
-        lag = _lag(f"{(op.created_ns - first_ns) / 1e6:,.0f} ms" if self._first_ns and op.created_ns else "", width)
-        state_text = "done" if op.retired or op.state == "completed" else op.state
-        role: Role = Role.BAD if is_other else Role.GOOD if not op.retired else Role.PLAIN
-        what, what_role = signature_text(op), role if is_other else Role.PLAIN
+            return self._absent_row(rank, (mark, mark_role), width)
+        lag = _lag(f"{round((op.created_ns - first_ns) / 1e6):,} ms" if self._first_ns and op.created_ns else "", width)
+        state_text = incident.word_of(rank, int(self._at[place]))
+        is_failed = state_text == GLYPHS[FAILED].label
+        role: Role = Role.BAD if is_other else Role.WARN if is_failed else Role.GOOD if not op.retired else Role.PLAIN
         splits = incident.run.ranks[rank].splits.get(self._key)
         shown = "" if splits is None else f"  {splits_text(splits)}"
         other = "  # " if is_other else "    "
-        start = f"{mark}{rank:>5}  {state_text:<11}{lag}{other}{what}"
         frame = user_frame(op.frames, incident.run.wrappers)
-        line = _place(frame, width - len(start))
-        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<11}", role), lag, (f"{other}{what}", what_role),
-                   (line, Role.DIM), (shown, Role.DIM), link=link, is_problem=is_other, at=_at(frame))  # fmt: skip
+        room = width - 8 - _STATE - len(lag) - len(other)
+        what, line = _what_and_place(op, frame, room, is_whole=is_other or self._is_mixed)
+        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<{_STATE}}", role), lag,
+                   (f"{other}{what}", role if is_other else Role.PLAIN), (line, Role.DIM), (shown, Role.DIM), link=link,
+                   is_problem=is_other, at=_at(frame))  # fmt: skip
+
+    def _absent_row(self, rank: int, mark: TextSpan, width: int) -> Row:
+        """A rank that has not issued the operation: of a job that goes on it is late, not absent."""
+        state = self._incident.states.get(rank)
+        frame = state.frame if state is not None else None
+        doing = SITUATIONS[state.kind].label if state is not None else "unknown"
+        glyph = GLYPHS[LATE if self._incident.is_slow else ABSENT]
+        start = f"{_lag('', width)}    {doing}"
+        line = _place(frame, width - 8 - _STATE - len(start))
+        return row((f"{mark[0]}{rank:>5}  ", mark[1]), (f"{glyph.label:<{_STATE}}", glyph.role), start, (line, Role.DIM),
+                   link=RowLink(screen=6, rank=rank), is_problem=True, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -266,8 +272,21 @@ def _at(frame: Frame | None) -> tuple[str, int] | None:
 
 
 def _place(frame: Frame | None, room: int) -> str:
-    """A call site: in full, else without its folder, else truncated to `room`; all of it is copied."""
+    """A call site: in full, else without its folder, its function, the start of its name; all of it is copied."""
     if frame is None:
         return ""
     short = f"  {frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
-    return f"  {frame}" if len(str(frame)) + 2 <= room else piece(truncate(short, room), f"  {frame}")
+    fits = next((text for text in (f"  {frame}", short) if len(text) <= room), None)
+    return piece(
+        fits if fits is not None else f"  {place_text(frame.place.rpartition('/')[2], room - 2)}".rstrip(), f"  {frame}"
+    )
+
+
+def _what_and_place(op: Operation, frame: Frame | None, room: int, *, is_whole: bool) -> tuple[str, str]:
+    """The operation and its call site: unless `is_whole`, dtype and sizes, which the title has, go before the line's number."""
+    whole = signature_text(op)
+    for what in (whole,) if is_whole or frame is None else (whole, whole.removesuffix(f" {op.dtypes}"), op.op):
+        place = _place(frame, room - len(what))
+        if frame is None or f"{frame.file.rpartition('/')[2]}:{frame.line}" in place:
+            return piece(what, whole), place
+    return piece(what, whole), place

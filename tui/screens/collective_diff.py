@@ -8,8 +8,9 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import SEND, Frame, Operation
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.rows import Role, Row, fitted, head, row, truncate
-from titan_ckpt.tui.screens.stack_tree import source_line, stacks_of
+from titan_ckpt.tui.pictures.stacks import stacks_of
+from titan_ckpt.tui.rows import Role, Row, fitted, head, piece, place_text, row, truncate
+from titan_ckpt.tui.screens.stack_tree import source_line
 
 BEFORE, AFTER = 5, 2
 _NAME = 12
@@ -17,11 +18,16 @@ _NAME = 12
 
 def operation_of(incident: Incident, lane: Lane, seq: int, rank: int) -> Operation | None:
     """The operation of a rank under a sequence number."""
+    at = row_of(lane, seq, rank)
+    return incident.run.operation(rank, at) if at >= 0 else None
+
+
+def row_of(lane: Lane, seq: int, rank: int) -> int:
+    """The row of that operation among the rank's; -1 if it has none."""
     column = seq - lane.first_seq
     if rank not in lane.members or not 0 <= column < lane.row.shape[1]:
-        return None
-    at = int(lane.row[lane.members.index(rank), column])
-    return incident.run.operation(rank, at) if at >= 0 else None
+        return -1
+    return int(lane.row[lane.members.index(rank), column])
 
 
 def signature_text(op: Operation) -> str:
@@ -36,7 +42,7 @@ def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, i
     room = max((width - _NAME - 6) // 2, 10)
     yield head(f"ranks {a} and {b} at #{seq} of {incident.name_of(lane)}")
     yield _pair("", f"rank {a}", f"rank {b}", room, is_plain=True)
-    first, second = (_facts(incident, lane, seq, rank) for rank in ranks)
+    first, second = (_facts(incident, lane, seq, rank, room) for rank in ranks)
     for name in first:
         yield _pair(name, first[name], second[name], room)
     yield row()
@@ -49,7 +55,7 @@ def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, i
     yield from _stack_rows(incident, ranks, width)
 
 
-def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str]:
+def _facts(incident: Incident, lane: Lane, seq: int, rank: int, room: int) -> dict[str, str]:
     op, record, state = operation_of(incident, lane, seq, rank), incident.run.ranks[rank], incident.states[rank]
     frame = user_frame(op.frames, incident.run.wrappers) if op is not None else None
     beat = record.heartbeat
@@ -57,17 +63,19 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int) -> dict[str, str
         "operation": op.op if op is not None else "not issued",
         "sizes": op.sizes if op is not None else "-",
         "dtype": op.dtypes if op is not None else "-",
-        "state": "-" if op is None else "done" if op.retired or op.state == "completed" else op.state,
-        "call site": _place(frame),
+        "state": "-" if op is None else incident.word_of(rank, row_of(lane, seq, rank)),
+        "call site": _place(frame, room),
         "activity": f"{SITUATIONS[state.kind].label}{f' ({state.detail})' if state.detail else ''}",
-        "location": _place(state.frame),
+        "location": _place(state.frame, room),
         "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
         "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",
     }
 
 
-def _place(frame: Frame | None) -> str:
-    return "-" if frame is None else frame_text(frame)
+def _place(frame: Frame | None, room: int) -> str:
+    if frame is None or len(frame_text(frame)) <= room:
+        return "-" if frame is None else frame_text(frame)
+    return piece(place_text(frame.place, room), frame_text(frame))
 
 
 def _issued(incident: Incident, lane: Lane, seq: int, rank: int) -> str:
@@ -85,7 +93,7 @@ def _pair(name: str, a: str, b: str, room: int, *, is_plain: bool = False) -> Ro
 
 def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Iterator[Row]:
     """The number of common outer calls, then the rest of each stack."""
-    stacks = stacks_of(incident.run, ranks)
+    stacks = stacks_of(incident, ranks)
     if len(stacks) < 2:
         missing = [rank for rank in ranks if rank not in stacks]
         yield row(("no stack for rank " + " and rank ".join(map(str, missing)), Role.DIM))
@@ -98,6 +106,6 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
     for rank in ranks:
         yield row((f"  rank {rank}", Role.BOLD), "" if len(stacks[rank]) > common else " ends there")
         for frame in stacks[rank][common:]:
-            yield row(f"    {_place(frame)}")
+            yield row(f"    {_place(frame, width - 4)}")
             if text := source_line(frame):
                 yield row((truncate(f"      > {text}", width), Role.DIM))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -30,11 +31,11 @@ from titan_ckpt.tui.screens.grid_rows import (
     label_width,
     legend_text,
     operations_text,
-    stretch_of,
+    pointer_text,
 )
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.grid_view import GridView
-from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
+from titan_ckpt.tui.widgets.line_view import MARK
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
@@ -102,7 +103,7 @@ class GridPane(Pane):
         if wanted is not None:
             self.move_to_rank(wanted)
         grid = self._grid
-        self.query_one("#ruler", OneLine).show(self.ruler())
+        self._show_ruler()
         axis = "" if grid is None else axis_line(grid, self._first, self._per_cell, self._cell_width(grid))
         self.query_one("#axis", OneLine).show(axis)
         self.query_one("#legend", OneLine).show(
@@ -115,33 +116,36 @@ class GridPane(Pane):
         height = max(len(lanes[self.session.lane % len(lanes)].members) + _AROUND, _LEAST_HEIGHT) if lanes else 0
         is_roomy = bool(lanes) and not self._is_time and height + _LEAST_BARS <= self.size.height
         self.set_class(not is_roomy, "-tight")
-        self.query_one(".split").styles.height = height if is_roomy and self.app.has_class("-wide") else "1fr"
+        self.query_one(".split").styles.height = height if is_roomy and self.screen.has_class("-wide") else "1fr"
 
     def _cell_width(self, grid: Grid) -> int:
         return max(self.body.line_width - label_width(grid), 1)
 
     def ruler(self) -> str:
-        """The line above the cells: operations where there is room, or the selected column and the state of the row in it."""
-        grid, rows = self._grid, self.body.rows
-        if grid is not None and self._spot is None:
-            names = operations_text(grid, self._first, self._per_cell, self._cell_width(grid))
-            return f"{'':>{label_width(grid) + len(MARK)}}{names}"
-        if grid is None or self._spot is None or not isinstance(rows, GridRows) or not len(rows):
+        """The line above the cells: operations where there is room, else the one in which the group stands; or the selected
+        column and the state of the row in it."""
+        grid, rows, spot = self._grid, self.body.rows, self._spot
+        if grid is None or not isinstance(rows, GridRows) or not len(rows):
             return ""
-        what = f"{grid.column_text(self._spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
-        cell = (self._spot - self._first) // self._per_cell * stretch_of(grid, self._cell_width(grid), self._per_cell)
-        if not 0 <= cell < self._cell_width(grid):  # panned out of sight
-            return (
-                f"{'':>{label_width(grid)}}{MORE_LEFT} {what}"
-                if cell < 0
-                else f"{what:>{self.body.line_width}} {MORE_RIGHT}"
-            )
-        before = label_width(grid) + len(MARK) + cell
-        is_left = before + len(what) + 2 > self.body.line_width
-        return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
+        if spot is not None:
+            what = f"{grid.column_text(spot)}: {rows.what(min(self.body.cursor, len(rows) - 1))}"
+            return pointer_text(grid, spot, what, self._view(rows), self.body.line_width)
+        names = operations_text(grid, self._first, self._per_cell, self._cell_width(grid))
+        if names or not 0 <= grid.stand < grid.codes.shape[1]:
+            return f"{'':>{label_width(grid) + len(MARK)}}{names}".rstrip()
+        return pointer_text(grid, grid.stand, grid.stand_text, self._view(rows), self.body.line_width)
+
+    def _view(self, rows: GridRows) -> Viewport:
+        """The part of the grid that the keys have moved to, which `rows` may not show yet."""
+        return replace(rows.viewport, first=self._first, per_cell=self._per_cell)
+
+    def _show_ruler(self) -> None:
+        line, text = self.query_one("#ruler", OneLine), self.ruler()
+        line.display = bool(text)
+        line.show(text)
 
     def on_line_view_moved(self) -> None:
-        self.query_one("#ruler", OneLine).show(self.ruler())
+        self._show_ruler()
 
     def part_rows(self, space: Space) -> Iterable[Row]:
         """The operation and the rank of the cell; of a row of several ranks those of the worst cell."""

@@ -11,9 +11,14 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.tui.data.grid import (
+    ABSENT,
     BLANK,
     DONE,
+    FAILED,
     GLYPHS,
+    LATE,
+    PENDING,
+    RUNNING,
     Grid,
     Order,
     build_grid,
@@ -37,7 +42,15 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
     """The heatmap of a lane over its operations."""
     stand = incident.stands_at(lane) - lane.first_seq
     if not incident.is_p2p(lane):
-        return replace(build_grid(incident.run, lane), name=incident.name_of(lane), stand=stand)
+        grid = build_grid(incident.run, lane)
+        for place in [place for place, rank in enumerate(lane.members) if rank in incident.failed]:
+            is_failed = lane.row[place] == incident.failed[lane.members[place]]
+            grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
+        if incident.is_slow:
+            grid.codes[grid.codes == ABSENT] = LATE
+        if incident.is_past:
+            grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = DONE
+        return replace(grid, name=incident.name_of(lane), stand=stand)
     found = build_p2p_grid(
         incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
     )
@@ -200,6 +213,18 @@ def operations_text(grid: Grid, first: int, per_cell: int, width: int) -> str:
     if stretch < _WORDS or grid.is_time:
         return ""
     return "".join(f"{truncate(name, stretch - 2):<{stretch}}" for name in grid.operations[first:])
+
+
+def pointer_text(grid: Grid, column: int, what: str, view: Viewport, line_width: int) -> str:
+    """The line above the cells with a mark above those of `column` and `what` beside it."""
+    width = max(line_width - label_width(grid), 1)
+    cell = (column - view.first) // view.per_cell * stretch_of(grid, width, view.per_cell)
+    if not 0 <= cell < width:  # panned out of sight
+        is_left = cell < 0
+        return f"{'':>{label_width(grid)}}{MORE_LEFT} {what}" if is_left else f"{what:>{line_width}} {MORE_RIGHT}"
+    before = label_width(grid) + len(MARK) + cell
+    is_left = before + len(what) + 2 > line_width
+    return f"{what:>{before - 1}} v" if is_left and before > len(what) + 1 else f"{'':>{before}}v {what}"
 
 
 def legend_text(grid: Grid, width: int) -> str:

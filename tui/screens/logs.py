@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -17,89 +16,18 @@ from titan_ckpt.location import local_path, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.incident import first_error
 from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
-from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
-from titan_ckpt.tui.data.log_lines import ERROR, WARNING
+from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, ranks_text, row, truncate, wrapped
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate, wrapped
+from titan_ckpt.tui.screens.log_rows import ROLES, LogRows, last_line
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
-_SCAN_LINES = 1 << 16
-_ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
 _ABSENT = "Logs are files such as logs/rank_00003.log, plain or compressed (.gz, .zst). `titan-ckpt train` writes them."
 _QUARTER_MS = 900_000
-_WIDE, _KEPT_LINES = 110, 256
-_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
-
-
-class LogRows:
-    """Log lines, read when painted. `folds` maps a place to the ranks that wrote the same line within two seconds.
-
-    `cause` is the line of the first error that no other rank caused.
-    """
-
-    def __init__(
-        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None,
-        culprits: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        self.index, self.view, self._folds, self.cause, self.culprits = index, view, folds, cause, culprits
-        self._read = lru_cache(_KEPT_LINES)(index.read)  # moving the cursor repaints the same lines
-
-    def __len__(self) -> int:
-        return len(self.view)
-
-    def line(self, place: int) -> LogLine:
-        return self._read(int(self.view[place]))
-
-    def row(self, index: int, width: int) -> Row:
-        line = self.line(index)
-        rank = "-" if line.rank is None else str(line.rank)
-        same = self._folds.get(index, ())
-        fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
-        is_cause = int(self.view[index]) == self.cause
-        mark, role = (CULPRIT, Role.BAD) if line.rank in self.culprits else ("", Role.NOTE)
-        return row((f"{mark + rank:>6} ", role), ("FIRST ERROR  " if is_cause else "", Role.BAD), (fold, Role.NOTE),
-                   (shortened(line.text, width), _ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
-                   is_problem=line.level == ERROR)  # fmt: skip
-
-    def source_of(self, place: int) -> tuple[str, int]:
-        """The file of a shown line, and its number there."""
-        line = int(self.view[place])
-        file = self.index.file_of(line)
-        return self.index.files.files[file].path, line - int(self.index.base[file]) + 1
-
-    def place_of(self, line: int | None) -> int | None:
-        """Place of a line of the index; None if it is not shown."""
-        places = np.flatnonzero(self.view == (-1 if line is None else line))
-        return int(places[0]) if len(places) else None
-
-    def last_of(self, ranks: tuple[int, ...]) -> int | None:
-        """The last line in the logs of some ranks."""
-        base, files = self.index.base.tolist(), self.index.files.files
-        of_rank = [i for i, file in enumerate(files) if file.rank in ranks[:1]]
-        ends = [base[i + 1] - 1 for i in of_rank if base[i + 1] > base[i]]
-        return max(ends, default=None)
-
-    def next_problem(self, index: int, direction: int) -> int | None:
-        left = self.view[index + 1 :] if direction > 0 else self.view[:index][::-1]
-        for start in range(0, len(left), _SCAN_LINES):
-            bad = np.flatnonzero(self.index.level[left[start : start + _SCAN_LINES]] == ERROR)
-            if len(bad):
-                return index + direction * (start + int(bad[0]) + 1)
-        return None
-
-
-def shortened(text: str, width: int) -> str:
-    """Shorten a line of our trainer on narrow screens: no date, rank or package. `y` copies the full line.
-
-    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.job.setup: starting from scratch", 78)
-    '07:46:55,442 INFO setup: starting from scratch'
-    """
-    match = _OWN_LINE.match(text) if width < _WIDE else None
-    return text if match is None else f"{match[1]} {match[2]} {match[3]}: {text[match.end() :]}"
 
 
 class LogsPane(Pane):
@@ -147,7 +75,7 @@ class LogsPane(Pane):
             return
         line = rows.line(min(self.body.cursor, len(rows) - 1))
         for text in wrapped(line.text, space.width, "  "):
-            yield row((text, _ROLES[line.level]))
+            yield row((text, ROLES[line.level]))
         yield row()
         process = process_text(incident, line.rank) if incident is not None and line.rank is not None else ""
         who = f"rank {line.rank}" if line.rank is not None else "no rank"
@@ -201,10 +129,11 @@ class LogsPane(Pane):
         return logs is not None and not logs.is_head and not incident.is_loading and self.body.size.height > 0
 
     def begin(self) -> None:
-        """Start at the first error, else at the last line of the rank at fault, else at the newest line."""
-        rows, place = self.body.rows, None
+        """Start at the first error, else at the last line of the rank at fault before the stop, else at the newest line."""
+        rows, place, incident = self.body.rows, None, self.session.incident.value
         if isinstance(rows, LogRows):
-            place = rows.place_of(rows.cause if rows.cause is not None else rows.last_of(self._culprits()))
+            own = last_line(rows, incident) if incident is not None and rows.cause is None else rows.cause
+            place = rows.place_of(own)
         self.body.move_to(len(rows) - 1 if place is None else place, is_centred=True)
 
     def _culprits(self) -> tuple[int, ...]:

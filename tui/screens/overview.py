@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
-from titan_ckpt.debug.report.facts import stopped
+from titan_ckpt.debug.report.facts import ended, stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
-from titan_ckpt.tui.data.standing import alarms_now, ticking
+from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, ticking
 from titan_ckpt.tui.pictures.details import link_rows
 from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
@@ -38,7 +37,7 @@ from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
-_MOST_AWAITED = 12
+_MOST_AWAITED, _MOST_EXITS = 12, 4
 
 
 class OverviewPane(Pane):
@@ -74,8 +73,11 @@ class OverviewPane(Pane):
         return link_rows(incident, current.link if current else None, self.session.logs.value, space.width)
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
-        has_others = len(self.session.content.incidents) > 1
-        return [key for key in super().useful_keys() if has_others or key[0] != "i"]
+        useless = {"i"} if len(self.session.content.incidents) < 2 else set()
+        incident = self.session.incident.value
+        if incident is not None and not self.session.is_following and not may_go_on(incident, self.session.clock()):
+            useless.add("f")
+        return [key for key in super().useful_keys() if key[0] not in useless]
 
     def action_incidents(self) -> None:
         """Choose another of several incidents."""
@@ -170,6 +172,7 @@ def live_rows(incident: Incident, now_s: float, width: int, *, is_following: boo
     found = alarms_now(incident, now_s)
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     word, role = ("RUNNING", Role.GOOD) if is_calm and not found else ("STUCK" if not is_calm else "ALIVE", Role.BAD)
+    word, role = ("SLOW", Role.WARN) if incident.is_slow and not found else (word, role)
     yield row((word, role), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
     for alarm in found:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
@@ -182,7 +185,8 @@ def live_rows(incident: Incident, now_s: float, width: int, *, is_following: boo
 
 def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]:
     top = incident.top
-    role: Role = Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if top.verdict in NO_FAULT else Role.BAD
+    is_mild = top.verdict in NO_FAULT or incident.is_slow
+    role: Role = Role.GOOD if top.verdict == VerdictKind.HEALTHY else Role.WARN if is_mild else Role.BAD
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
     link = incident.link_of(top)
     facts = [f"confidence {top.confidence:.0%}"]
@@ -199,7 +203,12 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
     if top.verdict != VerdictKind.HEALTHY:
-        moments = stopped(incident.began_ns / 1e9, incident.last_sign_ns / 1e9, now_s)
+        last_s = incident.last_sign_ns / 1e9
+        moments = (
+            ended(last_s, now_s)
+            if incident.is_over
+            else stopped(0 if incident.is_slow else incident.stop_s, last_s, now_s)
+        )
         yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
 
 
@@ -247,6 +256,19 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
         named = ranks_named(ranks) if count == 1 else f"{counted(count, 'rank')} ({ranks_text(ranks, 8)})"
         yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: ", (named, Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
+    yield from _exit_rows(incident, width)
+
+
+def _exit_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """How processes ended that did not end well, the first end on top."""
+    ends = [record.exit for record in incident.run.ranks.values() if record.exit is not None and record.exit.code]
+    alike: dict[str, list[int]] = {}
+    for end in sorted(ends, key=lambda end: (not end.is_first, end.was_told, end.rank)):
+        text = exit_text(end)
+        alike.setdefault(f"exit {text}" if text.startswith("code") else text, []).append(end.rank)
+    for text, ranks in list(alike.items())[:_MOST_EXITS]:
+        for line in wrapped(f"  {text}: {ranks_named(ranks, 4)}", width, "    "):
+            yield row((line, Role.DIM), link=RowLink(screen=6, rank=ranks[0]))
 
 
 def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
@@ -256,8 +278,8 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
     for item in top.evidence:
         yield from _evidence_rows(item, incident, width)
     if incident.edges and top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING):
-        yield head("who waits for whom")
-        yield from _chain_rows(incident.edges, width)
+        yield head("who waited for whom" if incident.is_slow else "who waits for whom")
+        yield from _chain_rows(incident, width)
     if top.next_steps:
         yield head("what to do")
     for number, step in enumerate(top.next_steps, 1):
@@ -265,13 +287,14 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
             yield row(line)
 
 
-def _chain_rows(edges: Sequence[Edge], width: int) -> Iterator[Row]:
+def _chain_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per awaited rank, with all that wait for it."""
     waiters: dict[int, dict[int, None]] = {}
-    for edge in edges:
+    for edge in incident.edges:
         waiters.setdefault(edge.awaited, {})[edge.waiter] = None
     for awaited, ranks in list(waiters.items())[:_MOST_AWAITED]:
-        text = f"  {ranks_named(list(ranks), 8)} wait{'s' if len(ranks) == 1 else ''} for rank {awaited}"
+        wait = "waited" if incident.is_slow else "waits" if len(ranks) == 1 else "wait"
+        text = f"  {ranks_named(list(ranks), 8)} {wait} for rank {awaited}"
         yield from (row(line, link=RowLink(screen=6, rank=awaited)) for line in wrapped(text, width, "    "))
     if len(waiters) > _MOST_AWAITED:
         yield row((f"  and for {counted(len(waiters) - _MOST_AWAITED, 'more rank')}", Role.DIM))

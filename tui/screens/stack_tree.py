@@ -7,33 +7,24 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from titan_ckpt.debug.incident.frames import is_library, program_frames
-from titan_ckpt.debug.incident.records import Frame, Run
-from titan_ckpt.tui.data.incident import frame_text
+from titan_ckpt.debug.incident.frames import is_library
+from titan_ckpt.debug.incident.records import Frame
+from titan_ckpt.tui.data.incident import Incident, frame_text
+from titan_ckpt.tui.pictures.stacks import stacks_of
 from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, ranks_text, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24
 
 
-def stacks_of(run: Run, members: tuple[int, ...]) -> dict[int, tuple[Frame, ...]]:
-    """Each rank's newest main stack, outermost call first; ranks without a stack are omitted."""
-    found = {}
-    for rank in members:
-        snapshots = run.ranks[rank].stacks if rank in run.ranks else ()
-        main = snapshots[-1].main if snapshots else None
-        if main is not None:
-            found[rank] = tuple(reversed(program_frames(main)))
-    return found
-
-
-def tree_rows(run: Run, members: tuple[int, ...], width: int) -> Iterator[Row]:
+def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Iterator[Row]:
     """The tree, outermost call first; ranks without a stack last."""
-    stacks = stacks_of(run, members)
+    stacks = stacks_of(incident, members)
     yield from _node_rows(stacks, 0, 0, width)
     silent = [rank for rank in members if rank not in stacks]
     if silent:
-        yield row(("  no stack: ", Role.WARN), ranks_named(silent))
+        text, role = ("  no stack from before the end: ", Role.DIM) if incident.is_over else ("  no stack: ", Role.WARN)
+        yield row((text, role), ranks_named(silent))
 
 
 def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
@@ -51,7 +42,7 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
         ranks = ranks_text(sorted(below), 8)
         yield row(space, (place, role), (f"  [{ranks}]", Role.NOTE), link=RowLink(screen=6, rank=min(below)),
                   at=(frame.file, frame.line))  # fmt: skip
-        text = source_line(frame)
+        text = next(filter(None, (source_line(frames[depth]) for frames in below.values())), "")
         if text:
             yield row(
                 (truncate(f"  {' ' * below_indent}  > {text}", width), Role.DIM),

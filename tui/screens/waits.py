@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.debug.incident.waits import Wait
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, ranks_text, row, truncate
+from titan_ckpt.tui.rows import (
+    CULPRIT,
+    Role,
+    Row,
+    RowLink,
+    RowList,
+    Rows,
+    counted,
+    head,
+    piece,
+    ranks_text,
+    row,
+    with_place,
+)
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -104,11 +118,9 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
             state, wait = incident.states[group[0]], alone.get(group[0])
             glyph = SITUATIONS[state.kind]
             what = f"wait in {wait.text}" if wait is not None else glyph.label
-            where = f"  {frame_text(state.frame)}" if state.frame else ""
             start = f"{glyph.char} {len(group):,} ranks: "
-            text = f"{ranks_text(group, 3)} · {what}{where}"
-            yield row("  ", (start, glyph.role), truncate(text, max(width - len(start) - 2, 20)),
-                      link=RowLink(screen=2, rank=group[0]))  # fmt: skip
+            text = _fitting([(f"{ranks_text(group, 3)} · {what}", 0)], state.frame, width - len(start) - 2)
+            yield row("  ", (start, glyph.role), text, link=RowLink(screen=2, rank=group[0]))
     for rank in singles[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
     if len(singles) > MAX_WAITERS:
@@ -132,7 +144,7 @@ def _tree(
     stack: list[tuple[int, int, Edge | None]] = [(root, 0, None)]
     while stack:
         rank, depth, edge = stack.pop()
-        why = _why(incident, edge) if edge is not None else ""
+        why = "".join(text for text, _ in _why(incident, edge)) if edge is not None else ""
         if rank in shown:
             yield row(
                 f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", Role.DIM), link=RowLink(screen=6, rank=rank)
@@ -156,7 +168,7 @@ def _folded(
     for edge in edges:
         state = incident.states[edge.waiter]
         is_leaf = edge.waiter not in waiters and edge.waiter not in incident.top.culprits
-        alike[(edge.waiter,) if not is_leaf else (_why(incident, edge), state.kind, state.frame)].append(edge)
+        alike[(edge.waiter,) if not is_leaf else (tuple(_why(incident, edge)), state.kind, state.frame)].append(edge)
     folded = [group for group in alike.values() if len(group) >= LEAST_FOLDED]
     single = (edge for group in alike.values() if len(group) < LEAST_FOLDED for edge in group)
     return sorted(single, key=lambda edge: -edge.waiter), folded
@@ -166,10 +178,11 @@ def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> 
     ranks = [edge.waiter for edge in edges]
     state = incident.states[ranks[0]]
     glyph = SITUATIONS[state.kind]
-    text = f"{ranks_text(ranks, 3)} · {_why(incident, edges[0])}{f'  {frame_text(state.frame)}' if state.frame else ''}"
     start = f"{glyph.char} {len(ranks):,} ranks wait for {edges[0].awaited}: "
-    return row(" " * (2 * min(depth, 12) + 2), (start, glyph.role), truncate(text, max(width - len(start) - 2 * depth - 2, 20)),
-               link=_link_of(incident, edges[0]))  # fmt: skip
+    indent = " " * (2 * min(depth, 12) + 2)
+    parts = [(f"{ranks_text(ranks, 3)} · ", 0), *_why(incident, edges[0])]
+    text = _fitting(parts, state.frame, width - len(start) - len(indent))
+    return row(indent, (start, glyph.role), text, link=_link_of(incident, edges[0]))
 
 
 def _link_of(incident: Incident, edge: Edge) -> RowLink:
@@ -181,14 +194,27 @@ def _link_of(incident: Incident, edge: Edge) -> RowLink:
     return RowLink(screen=3, group=name, seq=seq, rank=edge.waiter)
 
 
-def _why(incident: Incident, edge: Edge) -> str:
-    sure = " (inferred)" if edge.is_inferred else ""
+def _fitting(parts: Sequence[tuple[str, int]], frame: Frame | None, width: int) -> str:
+    """A wait and the line of the program, in at most `width` characters; the function's name goes first."""
+    if frame is None:
+        return with_place(parts, "", max(width, 8))
+    whole = f"{''.join(text for text, _ in parts)}  {frame_text(frame).rstrip()}"
+    return whole if len(whole) <= width else piece(with_place(parts, frame.place, max(width, 8)), whole)
+
+
+def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
+    """What a rank waits in, as the parts of `with_place`."""
+    sure = [(" (inferred)", 3)] if edge.is_inferred else []
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
-        return f"waits in init{sure}"
-    group = f" · {incident.group_name(edge.group)}" if edge.group >= 0 else ""
+        return [("waits in init", 0), *sure]
+    group = [(f" · {incident.group_name(edge.group)}", 4)] if edge.group >= 0 else []
+    if edge.waiter in incident.failed:
+        op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
+        return [(f"failed in {op.op} #{op.seq}", 0), *group]
     number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
-    return f"waits in {_operation(incident, edge)}{number}{group}{sure}"
+    verb = "waited" if incident.is_slow else "waits"
+    return [(f"{verb} in ", 1), (f"{_operation(incident, edge)}{number}", 0), *group, *sure]
 
 
 def _operation(incident: Incident, edge: Edge) -> str:
@@ -207,15 +233,27 @@ def _rank_row(
     state = incident.states[rank]
     if edge is None and pending is None and state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P):
         pending = incident.wait_of.get(rank)
-    why = _why(incident, edge) if edge is not None else f"waits in {pending.text}" if pending is not None else ""
     glyph = SITUATIONS[state.kind]
-    detail = f" ({state.detail})" if state.detail else ""
-    place = f"  {frame_text(state.frame)}" if state.frame and pending is None else ""
+    what = [(glyph.label, 0)] if pending is None else _pending_parts(pending)
+    parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
+    frame = state.frame if pending is None else _frame_of(pending)
     is_culprit = rank in incident.top.culprits
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),
                (f"{CULPRIT} culprit: " if is_culprit else "", Role.BAD),
-               truncate(f"{why or glyph.label}{detail}{place}", max(width - 14 - indent - 11 * is_culprit, 20)),
+               _fitting(parts, frame, width - 10 - len(str(rank)) - indent - 11 * is_culprit),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
-               at=(state.frame.file, state.frame.line) if state.frame else None)  # fmt: skip
+               at=(frame.file, frame.line) if frame else None)  # fmt: skip
+
+
+def _pending_parts(wait: Wait) -> list[tuple[str, int]]:
+    """An operation that did not end, as the parts of `with_place`."""
+    op = wait.operation
+    number = f" #{op.seq}" if op.seq >= 0 else ""
+    what = " ".join(part for part in (op.sizes, op.dtypes) if part)
+    return [("waits in ", 1), (f"{op.op}{number}", 0), (f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
+
+
+def _frame_of(wait: Wait) -> Frame | None:
+    return Frame(file=wait.file, line=wait.line, function="") if wait.file else None

@@ -21,6 +21,7 @@ from titan_ckpt.tui.widgets.part import Part, PartView, Space
 REST_S = 0.05  # longer than a key that is held down takes to come again
 ANYWHERE = (":", "f")  # keys that need no data
 _HEADINGS = 8  # lines before the first rank, at most
+_LEAST_SPLIT, _LEAST_BELOW = 24, 8  # lines of the list and the parts beside it, and of a part below
 NO_INCIDENT = (
     "An incident is a folder of Flight Recorder dumps, stacks or logs, or a run with a debug/ folder. To create one, run "
     "`titan-ckpt debug collect` on a hung job, or `titan-ckpt debug inject skip` as a drill."
@@ -295,11 +296,19 @@ class Pane(Vertical):
                 self._has_begun = True
                 self.begin()
         self.set_title(self.title())
+        self._grow_below()
         self.update_parts()
 
+    def _grow_below(self) -> None:
+        """Give what stands below the list the lines that the list and the parts beside it leave free."""
+        free = self.size.height - max(len(self.body.rows) + 1, _LEAST_SPLIT) if self.screen.has_class("-wide") else 0
+        for view in self.query(PartView):
+            if view.part.is_below and view.part.is_of_line:
+                view.set_styles(min_height=max(free, _LEAST_BELOW))
+
     def lay_out(self) -> None:
-        """Make the lines for the right width before anything is painted; the height of some parts depends on their lines."""
-        for _ in range(1 + bool(self.parts)):
+        """Make the lines for the right width before anything is painted: heights depend on lines, and scrollbars on heights."""
+        for _ in range(1 + 2 * bool(self.parts)):
             for box in self.query(".split, .beside"):
                 box._clear_arrangement_cache()
             self.screen._refresh_layout()

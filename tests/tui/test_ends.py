@@ -1,0 +1,132 @@
+"""How a job ended, as the screens show it: slow, failed, killed, told to end; and nothing that was taken after the end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.debug.incident.waits import last_sign_ns, logs_ahead_s
+from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.bars import VerdictBar
+from titan_ckpt.tui.data.content import find_content
+from titan_ckpt.tui.data.grid import FAILED
+from titan_ckpt.tui.data.incident import load_incident
+from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.pictures.details import rank_rows
+from titan_ckpt.tui.pictures.timeline import bars_rows
+from titan_ckpt.tui.screens.grid_rows import grid_of
+from titan_ckpt.tui.screens.waits import wait_rows
+from titan_ckpt.tui.screenshot import settled
+from tools.paths import INCIDENTS
+
+NOW_S, EAST_S = 1_795_250_000.0, 9 * 3600.0
+
+
+async def screens_of(case: str, keys: str, size: tuple[int, int] = (120, 36)) -> dict[str, str]:
+    app = TitanApp(find_content(str(INCIDENTS / case)), clock=lambda: NOW_S)
+    found = {}
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        for key in keys:
+            await press(app, pilot, key)
+            found[key] = screen_text(app)
+        found["role"] = " ".join(app.query_one(VerdictBar).classes)
+    return found
+
+
+async def test_a_slow_job_that_ended_well_does_not_look_hung() -> None:
+    found = await screens_of("straggler", "123456")
+    assert found.pop("role") == "warn"
+    for text in found.values():
+        assert "STRAGGLER · rank 1 · slow, not stuck · ended 2026-11-21 02:15:43 UTC" in text
+        for word in ("faults.py:278", "stopped 2026", "stuck for", "absent", "wait from here", "░", "holds up"):
+            assert word not in text, (word, text)
+    assert "ranks 0,2-3 waited for rank 1" in found["1"]
+    assert "  !    1  late " in found["3"].replace("▸", " ")
+
+
+@pytest.mark.parametrize(
+    ("case", "line"),
+    [("size", "step 2 done"), ("straggler", "step 11 done"), ("chain", "step 3"), ("sigkill", "about to die")],
+)
+async def test_logs_open_at_the_last_line_before_the_stop(case: str, line: str) -> None:
+    (chosen,) = [text for text in (await screens_of(case, "5", (160, 36)))["5"].splitlines() if text.startswith("▸")]
+    assert f"[rank1] INFO {line}" in chosen
+
+
+async def test_the_overview_names_one_step() -> None:
+    text = (await screens_of("exception", "1"))["1"]
+    assert "step 2" in text
+    assert "step 3" not in text
+
+
+async def test_a_failed_operation_is_not_done() -> None:
+    incident = load_incident(str(INCIDENTS / "size"))
+    assert {rank: incident.word_of(rank, row) for rank, row in incident.failed.items()} == {3: "failed"}
+    assert int(grid_of(incident, incident.lanes[0]).codes[3, -1]) == FAILED
+    found = await screens_of("size", "136")
+    assert "3  failed" in found["3"]
+    assert "failed in all_reduce #7" in found["6"]
+    assert "killed by SIGABRT: rank 0" in found["1"]
+    assert "SIGTERM from the launcher: ranks 1-3" in found["1"]
+    assert "code 143" not in "".join(found.values())
+    assert "scheduled" not in "".join(found.values())
+
+
+def test_what_all_completed_did_not_fail() -> None:
+    """Ranks 0 and 2 lost their peer in the operation after it, which their recorders do not hold."""
+    assert load_incident(str(INCIDENTS / "sigkill")).failed == {}
+
+
+async def test_an_exception_is_shown_by_its_own_line() -> None:
+    found = await screens_of("exception", "136")
+    for text in found.values():
+        assert "faults.py:285" not in text
+        assert "_dump" not in text
+    assert "line of its exception" in found["3"]
+    rows = [row.text for row in rank_rows(load_incident(str(INCIDENTS / "exception")), 0, 80)]
+    assert "stack of all_reduce #7, innermost call first" in rows
+
+
+def test_a_wait_is_at_the_call_site_not_in_a_helper() -> None:
+    for case, line in (("exception", "faults.py:112"), ("chain", "faults.py:216")):
+        texts = [row.text for row in wait_rows(load_incident(str(INCIDENTS / case)), 160)]
+        assert not [text for text in texts if "faults.py:74" in text], texts
+        assert [text for text in texts if line in text]
+
+
+@pytest.mark.parametrize("case", ["chain", "ring", "sigkill", "skip"])
+def test_each_rank_that_waits_has_a_bar_of_it(case: str) -> None:
+    incident = load_incident(str(INCIDENTS / case))
+    waiting = {edge.waiter for edge in incident.edges} - set(incident.top.culprits)
+    bars = {row.link.rank: row.text for row in bars_rows(incident, 120, 40) if row.link is not None}
+    assert waiting
+    assert not [rank for rank in waiting if "░" not in bars[rank]]
+
+
+def test_the_bar_says_when_and_how_sure() -> None:
+    killed = standing(load_incident(str(INCIDENTS / "sigkill")), NOW_S).facts
+    assert killed[-2:] == ("stopped 2026-11-21 02:08:11 UTC", "confidence 95% (recorded)")
+    stuck = standing(load_incident(str(INCIDENTS / "chain")), NOW_S).facts
+    assert "stuck for 26.0 s" in stuck  # by the newest line of a log; the recorders saw 10 ms of it
+
+
+async def test_a_recording_that_has_ended_cannot_be_followed() -> None:
+    assert "f follow" not in (await screens_of("size", "1"))["1"]
+
+
+def test_logs_of_another_time_zone_are_set_to_the_recorders() -> None:
+    run = load_incident(str(INCIDENTS / "size")).run
+    moved = {}
+    for rank, record in run.ranks.items():
+        assert record.log is not None
+        assert record.log.last_time_s is not None
+        steps = {step: time_s + EAST_S for step, time_s in record.log.step_times.items()}
+        log = replace(record.log, step_times=steps, last_time_s=record.log.last_time_s + EAST_S)
+        moved[rank] = replace(record, log=log)
+    there = replace(run, ranks=moved)
+    assert logs_ahead_s(there) == EAST_S
+    assert last_sign_ns(there) == pytest.approx(last_sign_ns(run), abs=1000)
+    assert last_sign_ns(run) / 1e9 == pytest.approx(1_795_226_860.347)

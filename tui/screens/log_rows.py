@@ -1,0 +1,115 @@
+"""Lines of the merged logs as rows, shortened on narrow screens, and the line at which the logs open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from titan_ckpt.debug.incident.waits import logs_ahead_s
+from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
+from titan_ckpt.tui.data.log_lines import ERROR, WARNING
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_text, row
+
+ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
+_SCAN_LINES = 1 << 16
+_WIDE, _NARROW, _KEPT_LINES = 110, 60, 256
+_OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
+# What stands before a message: a date, a time, a rank, a level, or torch's own prefix with its process and line.
+_BEFORE = re.compile(
+    r"(?:[IWEF]\d{4} |\d{4}-\d\d-\d\d[T ])?(?:(?P<clock>\d\d:\d\d:\d\d)(?:[.,]\d+)?Z? ?)?(?:\d+ \S+:\d+\] ?)?"
+    r"(?:\[rank ?\d+\]:? ?)?(?:\[?(?:DEBUG|INFO)\]?:? )?"
+)
+
+
+class LogRows:
+    """Log lines, read when painted. `folds` maps a place to the ranks that wrote the same line within two seconds.
+
+    `cause` is the line of the first error that no other rank caused.
+    """
+
+    def __init__(
+        self, index: LogIndex, view: Positions, folds: Mapping[int, tuple[int, ...]], cause: int | None = None,
+        culprits: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.index, self.view, self._folds, self.cause, self.culprits = index, view, folds, cause, culprits
+        self._read = lru_cache(_KEPT_LINES)(index.read)  # moving the cursor repaints the same lines
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def line(self, place: int) -> LogLine:
+        return self._read(int(self.view[place]))
+
+    def row(self, index: int, width: int) -> Row:
+        line = self.line(index)
+        rank = "-" if line.rank is None else str(line.rank)
+        same, is_narrow = self._folds.get(index, ()), width < _NARROW
+        fold = f"x {len(same):,} ranks: {ranks_text(same, 4)}  " if len(same) > 1 else ""
+        fold = f"x{len(same):,} " if fold and is_narrow else fold
+        first = "" if int(self.view[index]) != self.cause else "FIRST " if is_narrow else "FIRST ERROR  "
+        mark, role = (CULPRIT, Role.BAD) if line.rank in self.culprits else ("", Role.NOTE)
+        return row((f"{mark + rank:>{3 if is_narrow else 6}} ", role), (first, Role.BAD), (fold, Role.NOTE),
+                   (shortened(line.text, width), ROLES[line.level]), link=RowLink(screen=3, rank=line.rank),
+                   is_problem=line.level == ERROR)  # fmt: skip
+
+    def source_of(self, place: int) -> tuple[str, int]:
+        """The file of a shown line, and its number there."""
+        line = int(self.view[place])
+        file = self.index.file_of(line)
+        return self.index.files.files[file].path, line - int(self.index.base[file]) + 1
+
+    def place_of(self, line: int | None) -> int | None:
+        """Place of a line of the index; None if it is not shown."""
+        places = np.flatnonzero(self.view == (-1 if line is None else line))
+        return int(places[0]) if len(places) else None
+
+    def last_of(self, rank: int, until_ms: int | None) -> int | None:
+        """The last line in the logs of a rank, at or before a time if there is one."""
+        base, index = self.index.base.tolist(), self.index
+        of_rank = [i for i, file in enumerate(index.files.files) if file.rank == rank]
+        ends = [base[i + 1] - 1 for i in of_rank if base[i + 1] > base[i]]
+        if until_ms is not None:
+            latest = until_ms - index.first_ms
+            found = (base[i] + np.flatnonzero(index.time_ms[base[i] : base[i + 1]] <= latest) for i in of_rank)
+            ends = [int(lines[-1]) for lines in found if len(lines)] or ends
+        return max(ends, default=None)
+
+    def next_problem(self, index: int, direction: int) -> int | None:
+        left = self.view[index + 1 :] if direction > 0 else self.view[:index][::-1]
+        for start in range(0, len(left), _SCAN_LINES):
+            bad = np.flatnonzero(self.index.level[left[start : start + _SCAN_LINES]] == ERROR)
+            if len(bad):
+                return index + direction * (start + int(bad[0]) + 1)
+        return None
+
+
+def shortened(text: str, width: int) -> str:
+    """Shorten a line on narrow screens: one of our trainer has no date, rank or package, and where hardly more than the time
+    would be left, no line has more before its message than the time. `y` copies the full line.
+
+    >>> shortened("2026-11-21 07:46:55,442 INFO [rank 0 dp_shard0 tp0] titan_ckpt.trainer.job.setup: starting from scratch", 78)
+    '07:46:55,442 INFO setup: starting from scratch'
+    >>> shortened("2026-11-21 02:15:43.796 [rank1] INFO monitor: dumped", 36), shortened("[rank1]: ValueError: bad", 36)
+    ('02:15:43 monitor: dumped', 'ValueError: bad')
+    """
+    match = _OWN_LINE.match(text) if width < _WIDE else None
+    text = text if match is None else f"{match[1]} {match[2]} {match[3]}: {text[match.end() :]}"
+    start = _BEFORE.match(text) if width < _NARROW else None
+    return text if start is None else f"{start['clock'] or ''}{' ' * bool(start['clock'])}{text[start.end() :]}"
+
+
+def last_line(rows: LogRows, incident: Incident) -> int | None:
+    """The last line of the rank at fault at or before the stop, its own if that is later: what follows tells of the dump and the
+    shutdown. Of a slow job the last one about a step."""
+    if incident.culprit is None:
+        return None
+    log = incident.run.ranks[incident.culprit].log if incident.culprit in incident.run.ranks else None
+    if incident.is_slow and log is not None and log.last_step_line:
+        return rows.index.line_at(log.source, log.last_step_line)
+    steps = log.step_times.values() if log is not None else ()
+    stop_s = max([incident.began_ns / 1e9 + logs_ahead_s(incident.run), *steps])
+    return rows.last_of(incident.culprit, int(stop_s * 1000) if incident.began_ns and not incident.is_slow else None)
