@@ -132,7 +132,7 @@ def _tokens(folder: str, text: bytes, num_tokens: int, vocab_size: int) -> Tenso
         raise DamagedError(
             f"{folder}: the tokenizer gives {len(ids)} tokens up to {max(ids)} for a vocabulary of {vocab_size}"
         )
-    return torch.tensor(ids[:num_tokens])
+    return torch.tensor(ids[:num_tokens], device="cpu")
 
 
 @contextmanager

@@ -15,8 +15,11 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
@@ -270,3 +273,56 @@ def test_the_process_saves_to_s3(s3_url: str) -> None:
         for step in (1, 2):
             saver.save(STATE, step=step).wait()
     assert verify(s3_url, read_data=True) == []
+
+
+def test_paths_of_modules_may_be_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, "/a\0b", *(f"/nowhere/{'x' * 200}/{n}" for n in range(12_000))])
+    with Saver(tmp_path / "run", options()) as saver:
+        saver.save(STATE, step=1).wait()
+    assert open_checkpoint(tmp_path / "run").manifest.step == 1
+
+
+def test_an_environment_that_is_too_large_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LARGE", "x" * 200_000)
+    with pytest.raises(SaveError, match=r"did not start.*Argument list too long.*environment is too large"):
+        Saver(tmp_path / "run", options())
+    assert children() == set()
+
+
+def test_memory_below_another_file_system_is_refused() -> None:
+    with pytest.raises(UsageError, match="upload_process"):
+        Saver("dir::memory://run", options())
+
+
+def test_a_file_system_of_the_program_alone_is_named(tmp_path: Path) -> None:
+    class Own(DirFileSystem):  # type: ignore[misc]
+        protocol = "titantest"
+
+        def __init__(self, **more: Any) -> None:
+            super().__init__(path=str(tmp_path), fs=LocalFileSystem(auto_mkdir=True), **more)
+
+    fsspec.register_implementation("titantest", Own, clobber=True)
+    with Saver("titantest://run", options()) as saver, pytest.raises(TitanError, match="leave upload_process out"):
+        saver.save(STATE, step=1).wait()
+
+
+def _start_where_one_rank_cannot(rank: int, url: str) -> tuple[str, float]:
+    started = time.monotonic()
+    if rank == 1:
+        os.environ["LARGE"] = "x" * 200_000
+    try:
+        with Saver(url, options(timeout_s=60)):
+            said = ""
+    except SaveError as error:
+        said = str(error)
+    finally:
+        os.environ.pop("LARGE", None)
+    return said, time.monotonic() - started
+
+
+@pytest.mark.dist
+def test_no_rank_waits_for_one_whose_process_did_not_start(tmp_path: Path) -> None:
+    with RankPool(2) as pool:
+        answers = pool.run(_start_where_one_rank_cannot, str(tmp_path))
+    assert all(("did not start" in said and "rank 1" in said) or rank == 1 for rank, (said, _) in enumerate(answers))
+    assert all("environment is too large" in said and took_s < 30 for said, took_s in answers)

@@ -27,7 +27,7 @@ def holds_every_value(source: torch.dtype, target: torch.dtype) -> bool:
     if PAIRS in (source, target):
         return False
     if source.itemsize == 1:  # few enough to try: torch.finfo is wrong for some of them (float8_e5m2fnuz, torch 2.13)
-        codes = torch.arange(2 if source == torch.bool else 256, dtype=torch.int32).to(torch.uint8)
+        codes = torch.arange(2 if source == torch.bool else 256, dtype=torch.int32, device="cpu").to(torch.uint8)
         return not _is_changed(codes.view(source), target).any()
     if target in _PART:
         return holds_every_value(_PART.get(source, source), _PART[target])

@@ -61,9 +61,9 @@ def has_shared_elements(local: torch.Tensor) -> bool:
         return False
     if any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True)):
         return True
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for stride, size in zip(local.stride(), local.shape, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     return local.numel() > MOST_ENUMERATED or len(torch.unique(places)) < local.numel()
 
 
@@ -102,7 +102,7 @@ def _span(local: torch.Tensor) -> tuple[int, int]:
 def _have_common_bytes(a: torch.Tensor, b: torch.Tensor, start: int, end: int) -> bool:
     if a.element_size() != b.element_size() or (a.data_ptr() - b.data_ptr()) % a.element_size():
         return True
-    marks = torch.zeros((end - start) // a.element_size(), dtype=torch.int8)
+    marks = torch.zeros((end - start) // a.element_size(), dtype=torch.int8, device="cpu")
     for view in (a, b):
         offset = (view.data_ptr() - start) // view.element_size()
         marks.as_strided(view.shape, view.stride(), offset).add_(1)

@@ -118,4 +118,4 @@ def _like(params: list[torch.Tensor], name: str, shape: tuple[int, ...], dtype: 
         param = params[number].detach()
         if isinstance(param, DTensor) and tuple(param.shape) == shape:
             return torch.empty_like(param, dtype=dtype)
-    return torch.empty(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device="cpu")

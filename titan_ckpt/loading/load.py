@@ -29,6 +29,7 @@ from titan_ckpt.loading.together import failures_told, is_alone, run_together
 from titan_ckpt.location import StrPath
 from titan_ckpt.sharding.placement import Box
 from titan_ckpt.state.flatten import FlatState, Names, flatten
+from titan_ckpt.state.modes import without_modes
 from titan_ckpt.state.state_dict import (
     DTYPE_NAME,
     TORCH_DTYPE,
@@ -43,6 +44,7 @@ from titan_ckpt.store.deadline import TimedCall
 log = logging.getLogger(__name__)
 
 
+@without_modes()
 def load(
     checkpoint: Checkpoint | StrPath | Store,
     state: MutableMapping[str, Any],
@@ -147,7 +149,7 @@ def read_tensor(checkpoint: Checkpoint, fqn: str, box: Box | None = None) -> tor
     if entry is None:
         raise NotFoundError(f"{checkpoint}: no tensor {fqn!r}; `titan-ckpt inspect` lists them")
     box = box or Box.whole(entry.global_shape)
-    tensor = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype])
+    tensor = torch.empty(box.sizes, dtype=TORCH_DTYPE[entry.dtype], device="cpu")
     plan = ReadPlan(checkpoint, LoadPolicy(verify=VerifyReads.ALL), LoadReport())
     plan.add_box(entry, box, tensor)
     plan.run()

@@ -82,7 +82,7 @@ class ReadPlan:
         stored = TORCH_DTYPE[entry.dtype]
         is_direct = _is_direct(local, stored)
         if is_judged_by_values(self.policy) and (not is_direct or self.policy.broadcast):
-            copy = torch.empty(box.sizes, dtype=stored, pin_memory=local.is_cuda)
+            copy = torch.empty(box.sizes, dtype=stored, device="cpu", pin_memory=local.is_cuda)
             self._add_regions(self.staged, entry, box, copy, is_direct=True)
             self._copies.append(_StagedCopy(entry.fqn, copy, local))
         else:
@@ -244,7 +244,7 @@ def _copy_box(data: memoryview, inner: Box, first: int, chunk: Chunk, dtype: tor
 
 def pinned_memory(num_bytes: int) -> memoryview:
     """Host memory that a GPU copies from fast; torch keeps it for the next one."""
-    return memoryview(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy())  # type: ignore[arg-type]
+    return memoryview(torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy())  # type: ignore[arg-type]
 
 
 def _is_direct(local: torch.Tensor, stored: torch.dtype) -> bool:

@@ -25,9 +25,13 @@ def _sparse(builder: Builder, record: Record) -> torch.Tensor:
     if layout == torch.sparse_coo:
         indices, values, size, *coalesced = (*parts, size)[:4]
         is_coalesced = coalesced[0] if coalesced else None
-        return torch.sparse_coo_tensor(indices, values, size, check_invariants=True, is_coalesced=is_coalesced)
+        return torch.sparse_coo_tensor(
+            indices, values, size, device=values.device, check_invariants=True, is_coalesced=is_coalesced
+        )
     compressed, plain, values = parts
-    return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, size, layout=layout, device=values.device, check_invariants=True
+    )
 
 
 def _nested(builder: Builder, record: Record) -> torch.Tensor:

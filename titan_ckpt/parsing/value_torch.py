@@ -48,7 +48,7 @@ def rebuilt(builder: Builder, storage: Storage, place: tuple[Any, Any, Any], dty
     if num_bytes > max(len(memory), 1) and not _is_small_expansion(size, stride, num_bytes, len(memory)):
         raise ValueError("a tensor with more elements than its storage")
     found = memory[: len(memory) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype)
+    return found.as_strided(size, stride, offset) if reach else torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _is_small_expansion(size: tuple[int, ...], stride: tuple[int, ...], num_bytes: int, stored: int) -> bool:
@@ -71,7 +71,9 @@ def _memory(builder: Builder, storage: Storage) -> torch.Tensor:
     """The bytes of a storage, one tensor for all who share it."""
     if storage.key not in builder.shared:
         data = bytearray(builder.storages[storage.key])
-        builder.shared[storage.key] = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+        builder.shared[storage.key] = (
+            torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
     found: torch.Tensor = builder.shared[storage.key]
     return found
 

@@ -29,7 +29,7 @@ from titan_ckpt.format.commit import Before, found_before
 from titan_ckpt.format.names import ASSETS, step_folder
 from titan_ckpt.location import StrPath
 from titan_ckpt.saving.agreement import Agreed, Agreement, Prepared, prepare
-from titan_ckpt.saving.apart.uploader import uploader_for
+from titan_ckpt.saving.apart.uploader import start_on_all, uploader_for
 from titan_ckpt.saving.commit import Committer, Upload
 from titan_ckpt.saving.incremental import KnownChunks
 from titan_ckpt.saving.job import SaveJob, report_of
@@ -50,6 +50,7 @@ from titan_ckpt.saving.tiers import open_tiers
 from titan_ckpt.saving.turns import Turns
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions
 from titan_ckpt.state.exchange import Failure, RankGroup, failure_of, raise_failures
+from titan_ckpt.state.modes import without_modes
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, current_settings, using
 from titan_ckpt.store.time_limit import run_until
@@ -77,7 +78,7 @@ class Saver:
         # Every exchange between ranks runs on this thread: they cannot mix, and no signal interrupts one half-way.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="titan-ckpt-upload")
         self._turns = Turns(own_thread=self._thread.submit(threading.get_ident).result())
-        self._thread.submit(self._uploader.start).result()
+        start_on_all(self._ranks, self._uploader, self._thread)
         self._mirror = None if mirror is None else Mirror(self._store, mirror, self._options)
         self._committer = Committer(self._store, self._ranks, self._options, mirror=self._mirror)
         self._known = KnownChunks(is_incremental=self._options.incremental)
@@ -154,7 +155,7 @@ class Saver:
     def _begin(self, state: Mapping[str, Any], request: SaveRequest, *, is_staged: bool) -> tuple[SaveJob, SaveHandle]:
         """Agree with the other ranks, stage, start the upload. If this rank fails, whenever that is, all ranks learn of it."""
         started, job = time.perf_counter(), None
-        with ExitStack() as phase:
+        with ExitStack() as phase, without_modes():
             try:
                 earlier = self._unreported_error()
                 mine, error = self._prepare(state, request, earlier, phase if is_staged else None)

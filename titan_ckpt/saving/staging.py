@@ -37,7 +37,7 @@ class Arena:
             length = align(length + item.size_bytes)
         self.shared = SharedMemory(length) if is_shared else None
         if self.shared is None:
-            self._buffer = torch.empty(length, dtype=torch.uint8, pin_memory=is_pinned)
+            self._buffer = torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         else:
             self._buffer = torch.frombuffer(self.shared.view, dtype=torch.uint8)
             if is_pinned:

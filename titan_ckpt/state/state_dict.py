@@ -145,7 +145,7 @@ def detached_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard as a detached plain tensor that shares its memory; an empty one of a tensor of which it holds none."""
     if isinstance(tensor, ShardedTensor):
         shards = tensor.local_shards()
-        return shards[0].tensor.detach() if shards else torch.empty(0, dtype=tensor.dtype)
+        return shards[0].tensor.detach() if shards else torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

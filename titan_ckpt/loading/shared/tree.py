@@ -56,7 +56,7 @@ class Tree:
         """Receive a batch and pass it on. UnsentError if it does not come."""
         sender, receivers = neighbours(batch.holders, batch.reader, self.rank)
         assert sender is not None
-        word = torch.tensor([FAILS])
+        word = torch.tensor([FAILS], device="cpu")
         self._get(batch, sender, word)
         if sender in self._lost or word.item() != COMES:
             self._announce(batch, receivers, FAILS)
@@ -78,7 +78,7 @@ class Tree:
         self._settle(0)
 
     def _announce(self, batch: Batch, receivers: Sequence[int], word: int) -> None:
-        self._pass_on(batch, receivers, torch.tensor([word]))
+        self._pass_on(batch, receivers, torch.tensor([word], device="cpu"))
 
     def _pass_on(self, batch: Batch, receivers: Sequence[int], data: torch.Tensor) -> None:
         for rank in receivers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import pickle
@@ -11,7 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Executor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -25,13 +28,14 @@ from titan_ckpt.saving.apart.task import Command, Done, Failed, Logged, Sent, Ta
 from titan_ckpt.saving.pace import Pace
 from titan_ckpt.saving.staging import Arena
 from titan_ckpt.saving.upload import RankContents, RankFile, RankPart, UploadOptions, upload
+from titan_ckpt.state.exchange import RankGroup, raise_on_all
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import StoreSettings
 
 _PROGRAM = """
-import sys
-fd, rank_pid, ours, *theirs = sys.argv[1:]
-sys.path += [path for path in theirs if path not in sys.path]
+import json, sys
+fd, rank_pid, ours = sys.argv[1:]
+sys.path += [path for path in json.load(sys.stdin) if path not in sys.path]
 sys.path[:0] = [] if ours in sys.path else [ours]
 from titan_ckpt.saving.apart.child import main
 main(int(fd), int(rank_pid))
@@ -98,13 +102,14 @@ class ProcessUploader(ThreadUploader):
         return replace(part, copy_digests=contents.copies())
 
     def start(self) -> None:
-        """Start the process, with the environment of now, unless it runs. Its end is that of the calling thread."""
+        """Start the process, with the environment of now, unless it runs; SaveError if that fails. Its end is that of the calling
+        thread."""
         if self._process is None or self._connection is None or self._process.poll() is not None:
             self.end()
-            ours, theirs = socket.socketpair()
-            with theirs, _blocked():
-                self._process = _start(theirs.fileno())
-            self._connection = Connection(ours.detach())
+            try:
+                self._process, self._connection = _started()
+            except (OSError, ValueError) as error:
+                raise SaveError(f"the upload process did not start: {error}; {_remedy(error)}") from error
 
     def end(self) -> None:
         """End the process, whatever it does."""
@@ -127,7 +132,10 @@ class ProcessUploader(ThreadUploader):
             try:
                 code = process.wait(ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:  # it lives: the error is another one, such as a lack of descriptors
-                raise error from None
+                raise SaveError(
+                    f"nothing was committed: step {step} could not be given to the upload process {process.pid}: {error}; "
+                    f"{_remedy(error)}"
+                ) from error
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             why = "standard error says why, unless the package was changed meanwhile"
             if code == -signal.SIGKILL:
@@ -138,12 +146,42 @@ class ProcessUploader(ThreadUploader):
             ) from error
 
 
+def _started() -> tuple[subprocess.Popen[bytes], Connection]:
+    """The process and this end of its socket."""
+    ours, theirs = socket.socketpair()
+    with ExitStack() as unless_started, theirs, _blocked():
+        unless_started.callback(ours.close)
+        process = _start(theirs.fileno())
+        unless_started.pop_all()
+    return process, Connection(ours.detach())
+
+
 def _start(fd: int) -> subprocess.Popen[bytes]:
     """The process. It finds modules as this one does, but none of a script's folder in place of another (`types.py`)."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     ours = str(Path(__file__).resolve().parents[3])  # where the package lies
-    command = [sys.executable, "-I", "-c", _PROGRAM, str(fd), str(os.getpid()), ours, *filter(os.path.isabs, sys.path)]
-    return subprocess.Popen(command, env=environment, pass_fds=(fd,), stdin=subprocess.DEVNULL)
+    command = [sys.executable, "-I", "-c", _PROGRAM, str(fd), str(os.getpid()), ours]
+    process = subprocess.Popen(command, env=environment, pass_fds=(fd,), stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin, suppress(BrokenPipeError):  # it has ended, which the first upload notices
+        paths = [path for path in sys.path if os.path.isabs(path) and "\0" not in path]
+        process.stdin.write(json.dumps(paths).encode())
+    return process
+
+
+_REMEDIES = {
+    errno.E2BIG: "the environment is too large for another process: look for a variable of more than 128 KB",
+    errno.EMFILE: "close files, or raise `ulimit -n`",
+    errno.ENFILE: "close files, or raise fs.file-max",
+    errno.EAGAIN: "raise `ulimit -u`, or the job's limit of processes",
+    errno.ENOMEM: "the host lacks memory",
+}
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of the system's."""
+    known = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{known}, or leave upload_process out" if known else "leave upload_process out if it cannot be mended"
 
 
 def _umask() -> int:
@@ -162,6 +200,12 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+_OWN_MEMORY = (
+    "The upload process has the program's environment and files, and not what the program set up in memory (registered file "
+    "systems, fsspec.config.conf): leave upload_process out if it needs that"
+)
+
+
 def _answer(connection: Connection, on_bytes: Callable[[int], None]) -> RankPart:
     """The part that the process wrote; raises its error."""
     while True:
@@ -173,15 +217,18 @@ def _answer(connection: Connection, on_bytes: Callable[[int], None]) -> RankPart
         elif isinstance(message, Done):
             return message.part
         else:
-            message.error.add_note(f"in the upload process:\n{message.text}")
-            raise message.error
+            error = message.error
+            if isinstance(error, UsageError):
+                error = UsageError(f"{error}. {_OWN_MEMORY}")
+            error.add_note(f"in the upload process:\n{message.text}")
+            raise error
 
 
 def uploader_for(url: StrPath | Store, settings: StoreSettings, *, is_process: bool) -> ThreadUploader:
     """UsageError if another process cannot open the store of `url`, or this system has no memory to share with it."""
     if not is_process:
         return ThreadUploader()
-    if isinstance(url, Store) or scheme(url_text(url)) == "memory":
+    if isinstance(url, Store) or any(scheme(part) == "memory" for part in url_text(url).split("::")):
         shown = redact(url.url if isinstance(url, Store) else url_text(url))
         raise UsageError(
             f"upload_process: another process opens the store by its URL, which {shown} does not allow (a Store that is open, or "
@@ -200,3 +247,16 @@ def uploader_for(url: StrPath | Store, settings: StoreSettings, *, is_process: b
             f"upload_process: storage_options hold what no other process can get: {type(error).__name__}: {error}"
         ) from error
     return ProcessUploader(normalise(url), settings)
+
+
+def start_on_all(ranks: RankGroup, uploader: ThreadUploader, thread: Executor) -> None:
+    """Start the uploaders of all ranks, or none: an error on one rank is raised on all. A collective call.
+
+    A process that is started lives as long as the one thread of `thread`.
+    """
+    error = thread.submit(uploader.start).exception()
+    try:
+        raise_on_all(ranks, error, "starting the upload process")
+    except BaseException:
+        uploader.end()
+        raise
