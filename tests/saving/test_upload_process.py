@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -326,3 +327,20 @@ def test_no_rank_waits_for_one_whose_process_did_not_start(tmp_path: Path) -> No
         answers = pool.run(_start_where_one_rank_cannot, str(tmp_path))
     assert all(("did not start" in said and "rank 1" in said) or rank == 1 for rank, (said, _) in enumerate(answers))
     assert all("environment is too large" in said and took_s < 30 for said, took_s in answers)
+
+
+def test_a_lack_of_descriptors_fails_one_save(tmp_path: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Saver(tmp_path, options()) as saver:
+        saver.save(STATE, step=1).wait()
+        held = [os.dup(0) for _ in range(3)]
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
+        try:
+            with pytest.raises(TitanError, match="Too many open files"):
+                saver.save(STATE, step=2).wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for fd in held:
+                os.close(fd)
+        saver.save(STATE, step=3).wait()

@@ -14,13 +14,13 @@ class SharedMemory:
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = max(size_bytes, mmap.PAGESIZE)
-        self.fd = os.memfd_create("titan-ckpt-staging", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self.fd)
         try:
+            self.fd = os.memfd_create("titan-ckpt-staging", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self.fd)
             os.ftruncate(self.fd, self.size_bytes)
             self.view = memoryview(mmap.mmap(self.fd, self.size_bytes))
         except (OSError, OverflowError) as error:
-            raise TitanError(f"no memory for staging {self.size_bytes} bytes: {error}") from error
+            raise TitanError(f"no memory for staging {self.size_bytes} bytes by an upload process: {error}") from error
 
 
 def is_supported() -> bool:

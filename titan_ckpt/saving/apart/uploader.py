@@ -86,12 +86,12 @@ class ProcessUploader(ThreadUploader):
         assert self._process is not None
         store.doing(f"the upload process {self._process.pid}, writing {target.path}")
         new = 0 if self._mapped is arena.shared else arena.shared.size_bytes
-        task = Task(
-            url=self._url, settings=self._settings, items=contents.items, starts=arena.starts, memory_bytes=new,
-            objects=contents.objects, own_objects=contents.own_objects, target=target, codec=options.codec,
-            known=dict(options.known), bytes_per_s=pace.bytes_per_s, umask=_umask(),
-        )  # fmt: skip
         with self._lost(target.step):
+            task = Task(
+                url=self._url, settings=self._settings, items=contents.items, starts=arena.starts, memory_bytes=new,
+                objects=contents.objects, own_objects=contents.own_objects, target=target, codec=options.codec,
+                known=dict(options.known), bytes_per_s=pace.bytes_per_s, umask=_umask(),
+            )  # fmt: skip
             with self._sending:
                 connection.send(task)
                 if new:
@@ -130,8 +130,8 @@ class ProcessUploader(ThreadUploader):
             yield
         except (EOFError, OSError) as error:
             try:
-                code = process.wait(ENDS_WITHIN_S)
-            except subprocess.TimeoutExpired:  # it lives: the error is another one, such as a lack of descriptors
+                code = process.wait(0 if _is_own(error) else ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:  # it lives
                 raise SaveError(
                     f"nothing was committed: step {step} could not be given to the upload process {process.pid}: {error}; "
                     f"{_remedy(error)}"
@@ -178,9 +178,14 @@ _REMEDIES = {
 }
 
 
+def _is_own(error: Exception) -> bool:
+    """Whether this process lacks something, which says nothing of the other one."""
+    return isinstance(error, OSError) and error.errno in _REMEDIES
+
+
 def _remedy(error: Exception) -> str:
     """What to do about an error of the system's."""
-    known = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
+    known = _REMEDIES[error.errno] if isinstance(error, OSError) and error.errno in _REMEDIES else None
     return f"{known}, or leave upload_process out" if known else "leave upload_process out if it cannot be mended"
 
 
