@@ -20,7 +20,7 @@ from titan_ckpt.trainer.job.job import EndReason, Job, Outcome
 from titan_ckpt.trainer.job.meter import Meter, StepResult
 from titan_ckpt.trainer.job.own_parts import run_own_step
 from titan_ckpt.trainer.job.rank_process import Collector
-from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, training_record
+from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, model_record, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.report.records import Event
 from titan_ckpt.trainer.seams.loss import count_of
@@ -196,7 +196,7 @@ class Loop:
         lr = config.rate(progress.step)
         record = training_record(
             progress, fingerprint=job.dataset.fingerprint, seed=config.train.seed, lr=lr, rule=job.optimizer.name,
-            frozen=job.frozen,
+            frozen=job.frozen, model=model_record(config.spec, config.model),
         )  # fmt: skip
         pending = job.saver.save(
             live_state(job.parallelized, job.optimizer) | job.hooks.kept(),

@@ -24,15 +24,18 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.launch.compile_cache import ASSET as COMPILED
+from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.lora import adapters_of, check_whole
 from titan_ckpt.trainer.model.plan import Plan
 from titan_ckpt.trainer.parallel.config import ParallelConfig, num_stages, pipeline_style
 from titan_ckpt.trainer.parallel.optimizer import AVERAGE, Optimizer
 from titan_ckpt.trainer.parallel.parallel_model import Parallelized
+from titan_ckpt.trainer.seams.model import ModelSpec
 
 log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
+MODEL = "model"  # of the training record: what a spec has as `config`, if that is not the table [model]
 AHEAD = "model.model.ahead."  # modules of the decoder
 HOOKS = "hooks"  # the part of a checkpoint that hooks keep
 NO_HOOKS: Mapping[str, Any] = MappingProxyType({})
@@ -84,8 +87,12 @@ def training_record(
     lr: float,
     rule: str = "adamw",
     frozen: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The mesh-independent training state, as recorded in the manifest; `frozen` as of `frozen_record`."""
+    """The mesh-independent training state, as recorded in the manifest.
+
+    `frozen` as of `frozen_record`, `model` as of `model_record`.
+    """
     return {
         "step": progress.step,
         "tokens_seen": progress.tokens,
@@ -95,7 +102,13 @@ def training_record(
         "data": {"position": progress.samples, "fingerprint": fingerprint},
         "rng": {"seed": seed, "policy": "stateless: after initialisation nothing draws random numbers"},
         **(frozen or {}),
+        **(model or {}),
     }
+
+
+def model_record(spec: ModelSpec, table: Any) -> dict[str, Any]:
+    """The config of a spec, which a resume compares, unless it is the table `[model]`, which is recorded anyway."""
+    return {} if spec.config is None or spec.config == table else {MODEL: as_dict(spec.config)}
 
 
 def pipeline_record(plan: Plan, parallel: ParallelConfig, mesh: MeshSpec) -> dict[str, Any] | None:
@@ -151,7 +164,7 @@ def open_for(model: Any, url: str, *, step: int | None = None) -> Checkpoint:
     checkpoint = open_checkpoint(url, step=step)
     if checkpoint.manifest.kind != CheckpointKind.FOREIGN and TORCHTITAN not in checkpoint.manifest.by_fqn:
         return checkpoint
-    return foreign_formats.name_torchtitan(checkpoint, as_dict(model))
+    return foreign_formats.name_torchtitan(checkpoint, {} if model is None else as_dict(model))
 
 
 def _nearest(tiers: Sequence[str], control: ControlGroup) -> Checkpoint | None:
@@ -302,15 +315,17 @@ def check_model(checkpoint: Checkpoint, model: Any, *, is_whole: bool = False) -
     """Refuse a checkpoint of another `[model]`, a dataclass; shapes alone would miss a different rope_theta or norm_eps.
 
     Unless the run `is_whole`, with optimizer and data, it may leave out the modules of `[model.ahead]`, and says so."""
-    saved = checkpoint.manifest.config.get("model")
-    if not isinstance(saved, Mapping):
-        log.warning("%s records no model config; only names and shapes are compared", checkpoint)
+    saved = checkpoint.manifest.training.get(MODEL) or checkpoint.manifest.config.get("model")
+    if not isinstance(saved, Mapping) or not saved or model is None:
+        which = "this run's model has no ModelSpec.config" if saved else "it records no config of its model"
+        log.warning("%s: only names and shapes are compared, since %s", checkpoint, which)
         return
-    theirs, ours = _spelled_out(saved), _spelled_out(as_dict(model))
+    is_decoder = isinstance(model, ModelConfig)
+    theirs, ours = (_spelled_out(found) if is_decoder else dict(found) for found in (saved, as_dict(model)))
     if not is_whole and "ahead" in theirs and "ahead" not in ours:
         log.warning("%s: its modules that predict further tokens ([model.ahead]) are left out", checkpoint)
         del theirs["ahead"]
-    ignored = {"max_seq_len"}
+    ignored = {"max_seq_len"} if is_decoder else set()
     keys = sorted({*theirs, *ours} - ignored)
     differing = [k for k in keys if not means_the_same(theirs.get(k), ours.get(k))]
     if differing:
@@ -321,7 +336,7 @@ def check_model(checkpoint: Checkpoint, model: Any, *, is_whole: bool = False) -
 
 
 def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
-    """A normal form of `[model]`, for comparison: without None, with head_dim and the defaults of experts spelled out."""
+    """The decoder's `[model]` in a normal form: without None, with head_dim and the defaults of experts spelled out."""
     values: dict[str, Any] = {}
     for key, value in model.items():
         if value is not None:
@@ -332,7 +347,7 @@ def _spelled_out(model: Mapping[str, Any]) -> dict[str, Any]:
         values["ahead"].pop("weight", None)  # may change while training, as DeepSeek-V3's did
     if "dim" in values:
         values = _NEWER_KEYS | values
-    if "dim" in values and not values.get("head_dim"):
+    if {"dim", "n_heads"} <= {*values} and not values.get("head_dim"):
         values["head_dim"] = values["dim"] // values["n_heads"]
     return values
 

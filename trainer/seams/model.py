@@ -6,11 +6,13 @@ Nothing here computes. `parallel/plan.py` compares a spec with the model it buil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.trainer.seams.boundary import kind_of
 from titan_ckpt.trainer.seams.loss import CrossEntropy, Loss
 
 
@@ -129,3 +131,7 @@ class ModelSpec:
     vocab_size: int | None = None  # token ids that the model knows
     max_seq_len: int | None = None
     flops_per_token: Callable[[int], float] | None = None  # of forward and backward, from the sequence length
+
+    def __post_init__(self) -> None:
+        if self.config is not None and (isinstance(self.config, type) or not is_dataclass(self.config)):
+            raise ConfigError(f"ModelSpec({self.name!r}).config is {kind_of(self.config)}, expected a dataclass")
