@@ -194,9 +194,16 @@ def test_system_beside_a_conversation_is_its_first_message(folder: Folder) -> No
             assert all(torch.equal(sample[name], samples[0][name]) for name in sample)
 
 
-def test_half_of_a_surrogate_pair_becomes_a_question_mark(folder: Folder) -> None:
-    line = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\\ud83d"}]}'
-    assert folder.learned(folder.open(folder.write(line))) == "b?<|im_end|>\n"
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\\ud83d"}]}',
+        '{"prompt": "a\\ud83d", "completion": "b"}',
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(line: str, folder: Folder) -> None:
+    with pytest.raises(DataError, match=r"line 1: the text has '\\ud83d', half of a surrogate pair"):
+        folder.open(folder.write(line))
 
 
 def test_an_emoji_of_many_tokens_is_learned_whole(folder: Folder) -> None:

@@ -27,9 +27,14 @@ TooLong = Literal["stop", "skip", "cut_left", "cut_right"]
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What becomes of sequences that are longer than a sample, or have nothing to learn: the rest and the counts."""
+    """What becomes of sequences that are longer than a sample, or have nothing to learn: the rest and the counts.
+
+    `tokens` and `learned`, those with a label, are of what is kept.
+    """
 
     kept: NDArray[np.int64]
+    tokens: int
+    learned: int
     cut: int
     left_out: int
     empty: int
@@ -64,15 +69,16 @@ class Sequences:
             )
         left_out = is_long if self.too_long == "skip" else np.zeros_like(is_long)
         ends = self.file.starts[1:] if self.too_long == "cut_left" else self.file.starts[:-1] + self.lengths
-        has_labels = self.file.has_learned(ends - self.lengths + 1, ends)
-        empty: NDArray[np.bool_] = ~has_labels.reshape(-1, per_example).all(axis=1) & ~left_out
+        labels = self.file.count_learned(ends - self.lengths + 1, ends).reshape(-1, per_example)
+        empty: NDArray[np.bool_] = (labels == 0).any(axis=1) & ~left_out
         kept = np.flatnonzero(~left_out & ~empty)
         if not len(kept):
             raise DataError(
                 f"{self.file.where(0)} and all others: no answer fits into data.seq_len = {self.seq_len} tokens"
             )
         cut = int((is_long & ~left_out & ~empty).sum())
-        return Fit(kept, cut, int(left_out.sum()), int(empty.sum()))
+        tokens = int(self.lengths.reshape(-1, per_example)[kept].sum())
+        return Fit(kept, tokens, int(labels[kept].sum()), cut, int(left_out.sum()), int(empty.sum()))
 
 
 def describe_fit(fit: Fit, seq_len: int) -> str:
@@ -118,11 +124,10 @@ class ChatSource:
 
     def describe(self) -> str:
         """One line for the log."""
-        header, used = self._sequences.file.header, len(self.fit.kept)
-        filled = self._sequences.lengths[self.fit.kept].sum() / (len(self._bins) * self._seq_len)
+        fit = self.fit
         return (
-            f"{used:,} conversations in {len(self):,} samples, {filled:.1%} full; "
-            f"{header.num_learned:,} of {header.num_tokens:,} tokens are learned"
+            f"{len(fit.kept):,} conversations in {len(self):,} samples, {fit.tokens / (len(self) * self._seq_len):.1%} full; "
+            f"{fit.learned:,} of {fit.tokens:,} tokens are learned"
         )
 
 

@@ -147,7 +147,8 @@ class ChatTemplate:
             text = self._template.render(values | {"add_generation_prompt": prompt})
         except Exception as error:  # a template is a program: it may divide by zero, add text to nothing, recurse
             raise TemplateProblem(f"{type(error).__name__}: {str(error)[:300]}") from error
-        return text.encode(errors="replace").decode()  # half of a surrogate pair becomes "?"
+        check_text(text)
+        return text
 
     @staticmethod
     def _strip(marked: str, marks: tuple[str, str]) -> Rendered:
@@ -223,6 +224,15 @@ def _to_json(
 ) -> str:
     """Without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def check_text(text: str) -> None:
+    """TemplateProblem for half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise TemplateProblem(f"the text has {half}, half of a surrogate pair, which is no character") from error
 
 
 def _raise(message: str) -> None:

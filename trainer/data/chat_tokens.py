@@ -22,7 +22,14 @@ from titan_ckpt.location import join, local_path, normalise, redact, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.trainer.data.chat_template import ChatTemplate, Rendered, TemplateProblem, day, open_template
+from titan_ckpt.trainer.data.chat_template import (
+    ChatTemplate,
+    Rendered,
+    TemplateProblem,
+    check_text,
+    day,
+    open_template,
+)
 from titan_ckpt.trainer.data.conversations import (
     Chat,
     LineProblem,
@@ -39,7 +46,7 @@ from titan_ckpt.trainer.data.tokenizer import Tokenizer, tokenizer_folder
 
 log = logging.getLogger(__name__)
 BIN, ENDS, HEADER = "chat.bin", "chat_ends.bin", "chat.json"
-VERSION = 2
+VERSION = 3
 LEARNED = np.uint32(1 << 31)
 BATCH, CHUNK = 128, 1 << 16  # sequences
 ChatKind: TypeAlias = Literal["chat", "pairs"]
@@ -113,15 +120,15 @@ class ChatFile:
         stored = self._ids[self.starts[number] : self.starts[number + 1]]
         return (stored & ~LEARNED).astype(np.int64), (stored & LEARNED) != 0
 
-    def has_learned(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """For ascending ranges of tokens whether any is learned."""
-        found = np.zeros(len(starts), dtype=bool)
+    def count_learned(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """For ascending ranges of tokens how many of each are learned."""
+        found = np.zeros(len(starts), dtype=np.int64)
         for first in range(0, len(starts), CHUNK):
             chosen = slice(first, first + CHUNK)
             low, high = np.minimum(starts, ends)[chosen], ends[chosen]
             bits = np.append(self._ids[low[0] : high[-1]] >= LEARNED, False)
             bounds = np.stack([low, high], axis=1).ravel() - low[0]
-            found[chosen] = np.logical_or.reduceat(bits, bounds)[::2] & (high > low)
+            found[chosen] = np.where(high > low, np.add.reduceat(bits, bounds, dtype=np.int64)[::2], 0)
         return found
 
 
@@ -134,7 +141,8 @@ def chat_rules(kind: ChatKind, tokenizer: str, *, template: str, last_only: bool
 def render(example: Chat | Plain, rules: ChatRules, end: str) -> Rendered:
     """The text of an example, and what of it is learned; TemplateProblem if its template refuses it."""
     if isinstance(example, Plain):
-        text = (example.prompt + example.completion).encode(errors="replace").decode()
+        text = example.prompt + example.completion
+        check_text(text)
         text += "" if text.endswith(end) else end
         return Rendered(text, ((len(example.prompt), len(text)),))
     template = rules.with_tools if example.tools else rules.plain

@@ -62,6 +62,7 @@ def parse_record(record: Any) -> Chat | Plain | Pair:
     if not isinstance(record, dict):
         raise LineProblem(f"expected an object, found {type(record).__name__}")
     _check_others(record)
+    _check_one_form(record)
     if "chosen" in record or "rejected" in record:
         return _pair(_answered(record, "chosen"), _answered(record, "rejected"))
     if "completion" in record:
@@ -85,6 +86,31 @@ def _check_others(record: Mapping[str, Any]) -> None:
         )
     if record.get("functions") and not record.get("tools"):
         raise LineProblem("functions: the older name of tools; write them as tools, which templates know")
+    for key in WEIGHTS:
+        if record.get(key) not in (None, 1):
+            raise LineProblem(f"{key} {show(record[key])}: a line has none; give it to answers, as 0 or 1")
+
+
+def _check_one_form(record: Mapping[str, Any]) -> None:
+    """Refuse a line of two forms, unless one says again what the other does."""
+    forms = {
+        "messages": record.get("messages"), "conversations": _from_share_gpt(record.get("conversations")),
+        "completion": record.get("completion"), "chosen": record.get("chosen") or record.get("rejected"),
+    }  # fmt: skip
+    given = [name for name, value in forms.items() if value]
+    whole, before = forms["messages"], record.get("prompt")
+    repeats = (
+        forms["conversations"],
+        forms["chosen"],
+        *(before + x for x in (forms["chosen"],) if _are_lists(before, x)),
+    )
+    is_again = len(given) == 2 and "completion" not in given and whole in repeats
+    if len(given) > 1 and not is_again:
+        raise LineProblem(f"has both {given[0]} and {given[1]}, which are two examples; leave one of them out")
+
+
+def _are_lists(*values: Any) -> bool:
+    return all(isinstance(value, list) for value in values)
 
 
 def _answered(record: Mapping[str, Any], key: str) -> Chat | Plain:
