@@ -40,8 +40,8 @@ def like(config: Like) -> ModelSpec:
 
 
 def wrapped(config: Other) -> ModelSpec:
-    shape = {"vocab_size": 64, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 64}
-    return decoder(ModelConfig(dim=config.width, **shape))
+    shape = ModelConfig(vocab_size=64, dim=config.width, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=64)
+    return decoder(shape)
 
 
 def ready(config: Any = None) -> ModelSpec:

@@ -20,6 +20,8 @@ from titan_ckpt.trainer.report.plot import draw_svg, nice_ticks, run_panels
 from titan_ckpt.trainer.report.records import MetricsRecord, parse_records
 from tools.paths import DEBUG_CONFIG
 
+QUICK = ("train.steps=2", "train.device=cpu", "log.tensorboard=false", "log.progress=false", "debug.recorder=false")
+
 
 def _step(step: int, time_s: float, **fields: Any) -> MetricsRecord:
     numbers = {
@@ -58,6 +60,21 @@ def test_goodput_books_every_second_of_an_interrupted_run_once() -> None:
     assert (account.stall_s, account.validation_s) == (0.5, 1.0)
     assert account.other_s == pytest.approx(0.0)
     assert "2 recomputed steps 2.0 s" in account.text()
+
+
+def test_a_new_run_in_the_folder_of_another_counts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [word for text in QUICK for word in ("--set", text)]
+    for _ in range(2):
+        assert main(["train", DEBUG_CONFIG, *words]) == 0
+    saved = [*words, "--set", "save.url=runs/saved", "--set", "save.every=1"]
+    assert main(["train", DEBUG_CONFIG, *saved]) == 0
+    assert main(["train", DEBUG_CONFIG, *saved, "--set", "train.steps=3"]) == 0
+    found = {name: Path("runs", name, "logs", "metrics.jsonl").read_text() for name in ("unsaved", "saved")}
+    attempts = {name: goodput(parse_records(text)).attempts for name, text in found.items()}
+    assert attempts == {"unsaved": 1, "saved": 2}
+    assert found["unsaved"].count('"event": "start"') == 2
+    assert goodput(parse_records(found["unsaved"])).recomputed_steps == 0
 
 
 def test_uninterrupted_run_has_no_restart_losses() -> None:

@@ -243,6 +243,18 @@ def test_only_steps_are_counted_as_steps_and_keep_their_loss() -> None:
     assert foreign.columns["loss"].tolist() == [1, 2]
 
 
+def test_a_run_that_is_new_in_its_folder_is_shown_alone() -> None:
+    runs = [
+        [{"event": "start", "step": 0, "launched_s": at, "time_s": at + 1, "is_new": 1},
+         *({"event": "step", "step": step, "step_s": 1.0, "time_s": at + 1 + step} for step in range(1, count + 1))]
+        for at, count in ((10.0, 4), (100.0, 2))
+    ]  # fmt: skip
+    found = parse_metric_lines("\n".join(json.dumps(line) for run in runs for line in run).encode(), "m")
+    assert found.steps.tolist() == [1, 2]
+    assert found.goodput is not None
+    assert (found.goodput.total_s, found.goodput.seconds["redone"]) == (3.0, 0.0)
+
+
 def test_a_piece_of_a_text_knows_all_of_it_without_secrets() -> None:
     text = "PUT https://me:secret@host/a failed at\x1b[31m line 7"
     for cut in (truncate(text, 12), truncate_start(text, 12), fitted(text, 12), *wrapped(text, 16)):

@@ -67,6 +67,11 @@ class BatchShape:
         """Masked samples that pad the batch, over all ranks."""
         return self.accumulation * self.data_degree * self.microbatch_size - self.global_batch_size
 
+    def describe(self) -> str:
+        """One line for the log."""
+        text = f"{self.data_degree} data ranks x {self.accumulation} microbatches of {self.microbatch_size}"
+        return text + (f", {self.padding} masked samples to fill up" if self.padding else "")
+
     def offsets(self) -> list[int | None]:
         """This rank's samples as offsets in the global batch; None for a masked one.
 

@@ -24,6 +24,7 @@ from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import ResumeConfig
 from titan_ckpt.trainer.job.control_group import ControlGroup
 from titan_ckpt.trainer.launch.compile_cache import ASSET as COMPILED
+from titan_ckpt.trainer.launch.launch import is_first_attempt
 from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.experts import ExpertsConfig
 from titan_ckpt.trainer.model.lora import adapters_of, check_whole
@@ -157,6 +158,11 @@ def find_start(resume: ResumeConfig, tiers: Sequence[str], control: ControlGroup
     has_all = checkpoint.manifest.kind == CheckpointKind.FULL
     model_only = not answer.is_own and (resume.model_only or not has_all)
     return Start(checkpoint=checkpoint, is_own=answer.is_own, model_only=model_only)
+
+
+def is_new_run(resume: ResumeConfig, save_url: str, start: Start) -> bool:
+    """Whether this attempt goes on from none before it, whose records may lie in the same folder."""
+    return is_first_attempt() and not start.is_own and not (save_url and resume.auto)
 
 
 def open_for(model: Any, url: str, *, step: int | None = None) -> Checkpoint:

@@ -43,6 +43,7 @@ from titan_ckpt.trainer.job.resume import (
     TrainingProgress,
     describe_start,
     find_start,
+    is_new_run,
     kept_assets,
     pipeline_record,
     restore,
@@ -101,8 +102,7 @@ def run_rank(config: TrainConfig, process: RankProcess) -> Outcome:
 
 
 def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: RankLogging) -> Outcome:
-    config, mesh, folder = context.config, context.mesh, context.folder
-    launched_s = launched_at_s()
+    config, mesh, folder, launched_s = context.config, context.mesh, context.folder, launched_at_s()
     with ExitStack() as stack:
         control = ControlGroup(timeout_s=max(config.train.init_timeout_s, config.save.timeout_s))
         data = open_data(config, control, is_writer=context.process.local_rank == 0)
@@ -140,8 +140,9 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         )  # fmt: skip
         _announce(job, context.rank, start, progress)
         metrics.event(
-            Event.START, step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size
-        )
+            Event.START, step=progress.step, launched_s=launched_s, mesh=str(mesh), world_size=mesh.world_size,
+            is_new=int(is_new_run(config.resume, config.save.url, start)),
+        )  # fmt: skip
         outcome = Loop(job, progress).run()
         if exporter is not None:
             with phases("export", outcome.step):
@@ -361,7 +362,7 @@ def _announce(job: Job, rank: int, start: Start, progress: TrainingProgress) -> 
         describe_precision(config.mesh, job.parallelized.ranks.device, config.lora),
     )
     log.info("data: %s", _describe_data(job.dataset))
-    log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, _describe_batch(shape))
+    log.info("batch: %d samples of %d tokens, %s", shape.global_batch_size, config.data.seq_len, shape.describe())
     is_spread = config.experts.balance_loss or config.experts.bias_rate
     if not is_spread and any(routers_of(plan_of(config.spec).module)):
         log.warning(
@@ -392,8 +393,3 @@ def _describe_data(dataset: Dataset) -> str:
         said = [source.describe() for source in dataset.sources if isinstance(source, ChatSource | StreamSource)]
         return "; ".join(said) or f"{sum(map(len, dataset.sources)):,} samples"
     return f"{', '.join(f'{len(f):,} tokens' for f in files)}; unigram entropy {unigram_entropy(files[0]):.3f} nats"
-
-
-def _describe_batch(shape: BatchShape) -> str:
-    text = f"{shape.data_degree} data ranks x {shape.accumulation} microbatches of {shape.microbatch_size}"
-    return text + (f", {shape.padding} masked samples to fill up" if shape.padding else "")

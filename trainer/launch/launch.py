@@ -113,8 +113,12 @@ def end_with_launcher(poll_s: float = 1.0) -> None:
 
 def launched_at_s() -> float:
     """Start time of this attempt: the launcher's start for the first attempt under it, else now."""
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    return float(os.environ[LAUNCHED]) if is_first and LAUNCHED in os.environ else time.time()
+    return float(os.environ[LAUNCHED]) if is_first_attempt() and LAUNCHED in os.environ else time.time()
+
+
+def is_first_attempt() -> bool:
+    """Whether the launcher has not started these ranks before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
 def num_ranks(config: TrainConfig, nproc: int | None) -> int:

@@ -6,11 +6,11 @@ because it resumed from an earlier checkpoint, count as recomputed: their time w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.trainer.report.records import Event, MetricsRecord
+from titan_ckpt.trainer.report.records import Event, MetricsRecord, last_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,14 @@ class _Attempt:
         return max([self.started_s, *(float(record["time_s"]) for record in self.records)])
 
 
-def goodput(records: Iterable[MetricsRecord]) -> Goodput:
-    """Sum up a run's records.
+def goodput(records: Sequence[MetricsRecord]) -> Goodput:
+    """Sum up the records of the last run in a folder.
 
     >>> goodput([{"event": "start", "time_s": 12, "launched_s": 10, "step": 0},
     ...          {"event": "step", "time_s": 20, "step": 1, "step_s": 8, "data_wait_s": 2}]).fraction
     0.6
     """
-    attempts = _attempts(records)
+    attempts = _attempts(last_run(records))
     sums = dict.fromkeys(
         ("productive_s", "data_wait_s", "stall_s", "validation_s", "recomputed_s", "startup_s", "downtime_s"), 0.0
     )

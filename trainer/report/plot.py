@@ -19,7 +19,7 @@ from titan_ckpt.format.names import LOGS
 from titan_ckpt.location import join, parse_location, redact
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.report.goodput import goodput
-from titan_ckpt.trainer.report.records import METRICS, Event, MetricsRecord, parse_records
+from titan_ckpt.trainer.report.records import METRICS, Event, MetricsRecord, last_run, parse_records
 
 WIDTH, PANEL, LEFT, RIGHT, GAP = 900, 190, 80, 20, 46
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37")
@@ -152,8 +152,8 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return ticks
 
 
-def fetch_records(url: str) -> list[MetricsRecord]:
-    """The records of a run at a URL; NotFoundError if it has none."""
+def fetch_records(url: str) -> Sequence[MetricsRecord]:
+    """The records of the last run at a URL; NotFoundError if it has none."""
     location = parse_location(url)
     try:
         text = open_store(location.url).read(f"{LOGS}/{METRICS}").decode(errors="replace")
@@ -162,7 +162,7 @@ def fetch_records(url: str) -> list[MetricsRecord]:
         raise NotFoundError(
             f"{where}: not there; give the URL or folder of a run that `titan-ckpt train` wrote"
         ) from error
-    records = parse_records(text)
+    records = last_run(parse_records(text))
     if not any(record["event"] == Event.STEP for record in records):
         raise NotFoundError(f"{redact(url)}: its metrics have no step yet")
     return records

@@ -1,8 +1,11 @@
-"""`metrics.jsonl`: a run's records, one JSON object per line, appended across restarts. No torch."""
+"""`metrics.jsonl`: a run's records, one JSON object per line, appended across restarts. No torch.
+
+A folder may hold several runs, one after another, as runs/unsaved does: the first start of each has `is_new` 1.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -66,3 +69,9 @@ def read_records(path: str) -> list[MetricsRecord]:
     """The records of a local file."""
     with open(path, encoding="utf-8") as file:
         return parse_records(file.read())
+
+
+def last_run(records: Sequence[MetricsRecord]) -> Sequence[MetricsRecord]:
+    """The records of the last run in a folder: from the last start with `is_new` on, which goes on from nothing before it."""
+    starts = [at for at, record in enumerate(records) if record["event"] == Event.START and record.get("is_new")]
+    return records[starts[-1] :] if starts else records

@@ -88,7 +88,7 @@ def load_metrics(store: Store, path: str) -> Metrics:
 
 
 def parse_metric_lines(data: bytes, source: str) -> Metrics:
-    """Parse JSON lines; a step that occurs again after a restart keeps its last values.
+    """Parse JSON lines, those of the last run; a step that occurs again after a restart keeps its last values.
 
     The trainer's other events than steps are none; their values get their name, such as `validation_loss`.
     """
@@ -104,6 +104,8 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
             num_damaged += 1
             continue
         event, values = found
+        if event == "start" and values.get("is_new"):  # what was before is of another run in the same folder
+            by_step, others, events = {}, [], []
         events.append(found)
         step = values.get("step", float(number))
         if event in _BESIDE_STEPS:
