@@ -121,6 +121,18 @@ MISTAKES = {
         "OwnLoss.__call__ = lambda self, output, batch: output.detach().sum()\nloss = OwnLoss()",
         "depends on no weight",
     ),
+    "loss-shape": (
+        "OwnLoss.__call__ = lambda self, output, batch: output.sum(-1)\nloss = OwnLoss()",
+        r"Loss returned a tensor of shape \[1, 4\], expected one number: the sum of the losses",
+    ),
+    "count-zero": (
+        "OwnLoss.count = lambda self, batch: 0\nloss = OwnLoss()",
+        r"own.py:\d+: Loss.count is 0 over the whole batch of step 1, samples 0 and following: nothing is learned",
+    ),
+    "labels-none": (
+        "Source.sample = lambda self, i: {'tokens': torch.arange(4) % 8, 'labels': torch.full((4,), -100)}",
+        "Loss.count is 0 over the whole batch of step 1",
+    ),
     "count-negative": ("OwnLoss.count = lambda self, batch: -1\nloss = OwnLoss()", "Loss.count returned -1"),
     "count-nan": ("OwnLoss.count = lambda self, batch: float('nan')\nloss = OwnLoss()", "Loss.count returned nan"),
     "count-raises": ("OwnLoss.count = lambda self, batch: batch['no']\nloss = OwnLoss()", "Loss.count raised KeyError"),

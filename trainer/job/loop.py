@@ -23,6 +23,7 @@ from titan_ckpt.trainer.job.rank_process import Collector
 from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, model_record, training_record
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.report.records import Event
+from titan_ckpt.trainer.seams.boundary import refuse
 from titan_ckpt.trainer.seams.loss import count_of
 
 log = logging.getLogger(__name__)
@@ -107,13 +108,16 @@ class Loop:
         return stop
 
     def _count(self, batch: Batch) -> tuple[int, int]:
-        """The losses of a batch on this rank, and over all ranks."""
-        local = sum(count_of(self.job.loss, microbatch) for microbatch in batch.microbatches)
-        if batch.count is not None:
-            return local, batch.count
-        mesh = self.job.parallelized.mesh
-        copies = mesh.world_size // self.job.parallelized.data_degree
-        return local, round(self.job.control.all_reduce_sum([float(local)])[0]) // copies
+        """The losses of a batch on this rank, and over all ranks, which is more than 0."""
+        job, local = self.job, sum(count_of(self.job.loss, microbatch) for microbatch in batch.microbatches)
+        copies = job.parallelized.mesh.world_size // job.parallelized.data_degree
+        count = batch.count
+        if count is None:
+            count = round(job.control.all_reduce_sum([float(local)])[0]) // copies
+        if not count:
+            which = f"step {self.progress.step + 1}, samples {self.progress.samples} and following"
+            refuse("Loss.count", job.loss, f"is 0 over the whole batch of {which}: nothing is learned there (labels?)")
+        return local, count
 
     def _forward_backward(self, batch: Batch, count: int, step: int) -> torch.Tensor:
         total, own = torch.zeros((), device=self._device), self.job.config.extension.train_step

@@ -48,6 +48,9 @@ def sum_of(loss: Loss, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
         total: Any = loss(output, batch)
     if not isinstance(total, Tensor) or total.is_complex():
         refuse("Loss", loss, f"returned {kind_of(total)}, expected a tensor: the sum of the losses")
+    if total.numel() != 1:
+        shape = list(total.shape)
+        refuse("Loss", loss, f"returned a tensor of shape {shape}, expected one number: the sum of the losses")
     return total.sum().float()
 
 
