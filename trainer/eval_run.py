@@ -16,6 +16,7 @@ from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, co
 from titan_ckpt.trainer.job.evaluate import evaluate_rank
 from titan_ckpt.trainer.job.rank_process import RankProcess
 from titan_ckpt.trainer.launch.launch import MAX_LOCAL_RANKS, check_ranks, is_rank, launch, refuse_as_rank
+from titan_ckpt.trainer.launch.preflight import check_kernels
 from titan_ckpt.trainer.report.logs import run_folder
 from titan_ckpt.trainer.train_run import leave_with
 
@@ -48,6 +49,7 @@ def run(arguments: Namespace) -> int:
     checkpoint = open_checkpoint(arguments.checkpoint)
     config = _config(arguments, checkpoint.manifest.config)
     if not is_rank() and arguments.nproc > 1:
+        check_kernels(config)
         words = _again(arguments, checkpoint.url, checkpoint.step)
         folder = run_folder(config.log.folder, "")
         return launch(words, config, folder, nproc=arguments.nproc, command="eval")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.cli.main import main
+from titan_ckpt.errors import ConfigError, DataError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.model.attention import Attend, SdpaAttend, visibility_mask
 from titan_ckpt.trainer.model.decoder import decoder
@@ -20,8 +23,9 @@ from titan_ckpt.trainer.parallel import varlen
 from titan_ckpt.trainer.parallel.config import check_fits
 from titan_ckpt.trainer.parallel.context import AllGatherAttend, head_tail_positions
 from titan_ckpt.trainer.parallel.varlen import VarlenAttend, pieces_of
+from tools.paths import DEBUG_CONFIG
 from tools.rank_pool import RankPool
-from tools.training.curves import SMALL, CurveCase, single
+from tools.training.curves import GPT_OSS, SMALL, CurveCase, single
 from tools.training.mesh_cases import mesh
 
 
@@ -123,6 +127,9 @@ def test_varlen_attention_is_refused_on_a_cpu() -> None:
         single(CurveCase(parallel=mesh(attention="varlen", param_dtype="bfloat16")))
 
 
+SIXTEEN = {"dp_shard": 1, "param_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -131,14 +138,20 @@ def test_varlen_attention_is_refused_on_a_cpu() -> None:
             {"cp": 2, "param_dtype": "bfloat16"},
             "attention=varlen with cp=2: a ring merges the results of other kernels",
         ),
+        (SIXTEEN | {"model": GPT_OSS}, "this model has attention sinks, which it does not support; use flex"),
+        (
+            SIXTEEN | {"model": dataclasses.replace(SMALL, head_dim=12)},
+            "this model's heads have 12 elements; it takes multiples of 8 up to 256",
+        ),
+        (SIXTEEN | {"model": dataclasses.replace(SMALL, head_dim=264)}, "this model's heads have 264 elements"),
     ],
 )
 def test_varlen_attention_names_what_it_cannot_do(settings: dict[str, Any], message: str) -> None:
+    parallel = mesh(attention="varlen", **{name: value for name, value in settings.items() if name != "model"})
     degrees = {name: value for name, value in settings.items() if name == "cp"} or {"dp_shard": 1}
+    spec = decoder(settings.get("model", SMALL))
     with pytest.raises(ConfigError, match=message):
-        check_fits(
-            decoder(SMALL), mesh(attention="varlen", **settings), MeshSpec.of(degrees), seq_len=48, microbatch_size=8
-        )
+        check_fits(spec, parallel, MeshSpec.of(degrees), seq_len=48, microbatch_size=8)
 
 
 def test_attention_sinks_are_refused() -> None:
@@ -146,3 +159,35 @@ def test_attention_sinks_are_refused() -> None:
     kernel = VarlenAttend(None)
     with pytest.raises(ConfigError, match="this model has attention sinks, which it does not support; use flex"):
         kernel(q, q, q, kernel.plan(torch.arange(4)[None], None), torch.zeros(2))
+
+
+@pytest.mark.parametrize("heads", [12, 264])
+def test_heads_of_other_sizes_are_refused(heads: int) -> None:
+    q = torch.zeros(1, 4, 2, heads)
+    kernel = VarlenAttend(None)
+    with pytest.raises(ConfigError, match=f"this model's heads have {heads} elements"):
+        kernel(q, q, q, kernel.plan(torch.arange(4)[None], None))
+
+
+def test_a_document_that_goes_on_after_another_is_refused() -> None:
+    """`sdpa` lets its tokens see those before the other one."""
+    for documents in ([[0, 0, 1, 1, 0, 0]], [[0, 1, 2, 3, 4, 5], [3, 7, 7, 5, 5, 7]]):
+        with pytest.raises(DataError, match=r"document [07] of a sample goes on after another one"):
+            VarlenAttend(None).plan(torch.arange(6).expand(len(documents), -1), torch.tensor(documents))
+    VarlenAttend(None).plan(torch.arange(4).expand(2, -1), torch.tensor([[3, 3, 1, 1], [1, 3, 3, 3]]))
+
+
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+def test_kernels_without_a_gpu_are_refused_before_ranks(
+    attention: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = (
+        f"mesh.attention={attention}",
+        "mesh.param_dtype=bfloat16",
+        "train.device=cpu",
+        f"log.folder={tmp_path}/run",
+    )
+    words = [word for text in sets for word in ("--set", text)]
+    assert main(["train", DEBUG_CONFIG, "--nproc", "2", *words]) == 2
+    assert f"mesh.attention={attention} on a CPU" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -21,6 +21,7 @@ from titan_ckpt.trainer.data.chat_template import day, open_template
 from titan_ckpt.trainer.data.corpus import list_files
 from titan_ckpt.trainer.data.token_files import is_tokens
 from titan_ckpt.trainer.data.tokenizer import check_vocabulary, open_tokenizer, tokenizer_folder
+from titan_ckpt.trainer.model.attention import check_on_cpu
 from titan_ckpt.trainer.model.lora import check_whole, kept_bytes
 from titan_ckpt.trainer.model.plan import plan_of
 
@@ -28,7 +29,8 @@ from titan_ckpt.trainer.model.plan import plan_of
 def preflight(config: TrainConfig) -> None:
     """Check every external input and output of the run; raises the first problem."""
     check_memory(config)
-    if config.log.memory_steps[1] and (config.train.device == "cpu" or not torch.cuda.is_available()):
+    check_kernels(config)
+    if config.log.memory_steps[1] and _is_on_cpu(config):
         raise ConfigError("log.memory_steps: snapshots are of an accelerator's memory; this run is on cpu")
     if config.extension.data is None:
         _check_corpora(config)
@@ -36,6 +38,16 @@ def preflight(config: TrainConfig) -> None:
         check_whole(open_checkpoint(config.resume.from_))
     for store in [open_store(url) for url in config.save.tiers]:  # all are opened before anything is written
         leave_config(config, store)
+
+
+def check_kernels(config: TrainConfig) -> None:
+    """ConfigError for kernels that this machine has not."""
+    if _is_on_cpu(config):
+        check_on_cpu(config.mesh.attention)
+
+
+def _is_on_cpu(config: TrainConfig) -> bool:
+    return config.train.device == "cpu" or not torch.cuda.is_available()
 
 
 def _check_corpora(config: TrainConfig) -> None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer.model.attention_blocks import QueryKeyBlock, attention_with_sinks
 
 Mask: TypeAlias = Any  # the result of the kernel's own `plan`; None means plain causal
@@ -33,6 +34,23 @@ class Attend(Protocol):
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Mask, sinks_H: Tensor | None = None
     ) -> Tensor:
         """The attention output, shaped like `q`."""
+
+
+def check_on_cpu(attention: str) -> None:
+    """ConfigError for a kernel that a CPU has not; `attention` is that of `[mesh]`."""
+    if attention != "sdpa":
+        why = "FlexAttention has no backward" if attention == "flex" else "varlen_attn has no kernel"
+        raise ConfigError(f"mesh.attention={attention} on a CPU: torch's {why} there; use sdpa")
+
+
+def check_varlen(head_dim: int, *, has_sinks: bool) -> None:
+    """ConfigError for what FlashAttention, which `varlen_attn` calls, does not take (torch's flash_api.cpp, `mha_varlen_fwd`)."""
+    if has_sinks:  # `varlen_attn` has no gradient of its log-sum-exp
+        raise ConfigError("attention=varlen: this model has attention sinks, which it does not support; use flex")
+    if head_dim % 8 or head_dim > 256:
+        raise ConfigError(
+            f"attention=varlen: this model's heads have {head_dim} elements; it takes multiples of 8 up to 256; use flex"
+        )
 
 
 class SdpaAttend:

@@ -13,6 +13,8 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.pipeline import PipelineStyle, coordinate_of_stage, stage_layers
 from titan_ckpt.trainer.device_mesh import EP_OVER_CP
+from titan_ckpt.trainer.model.attention import check_varlen
+from titan_ckpt.trainer.model.decoder import ModelConfig
 from titan_ckpt.trainer.model.plan import Plan, check_stages, check_tensor_cuts, plan_of
 from titan_ckpt.trainer.model.stages import BlockRange
 from titan_ckpt.trainer.seams.model import ModelSpec, Shared
@@ -125,6 +127,7 @@ def check_fits(
     _check_tensor(spec, parallel, mesh)
     _check_sequence(spec, parallel, mesh, seq_len)
     _check_pipeline(plan, parallel, mesh, microbatch_size)
+    _check_varlen(spec, parallel)
     _check_methods(parallel, mesh)
     _check_experts(plan, parallel)
     _check_divided_experts(plan, parallel, mesh.degree("tp"))
@@ -238,15 +241,22 @@ def _check_layers(num_blocks: int, parallel: ParallelConfig, stages: int) -> Non
         raise ConfigError(f"{num_blocks} layers over {stages} stages leaves a stage without a layer: {list(counts)}")
 
 
+def _check_varlen(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    if parallel.attention != "varlen":
+        return
+    if parallel.param_dtype == "float32":
+        raise ConfigError(
+            'attention=varlen computes in 16 bits: set mesh.param_dtype = "bfloat16", or use attention=flex'
+        )
+    if isinstance(spec.config, ModelConfig):
+        check_varlen(spec.config.head_size, has_sinks=spec.config.sinks)
+
+
 def _check_methods(parallel: ParallelConfig, mesh: MeshSpec) -> None:
     if parallel.attention != "sdpa" and mesh.degree("cp") > 1 and parallel.cp_method == "ring":
         raise ConfigError(
             f"attention={parallel.attention} with cp={mesh.degree('cp')}: a ring merges the results of other kernels; set "
             'mesh.cp_method = "all_gather", or mesh.attention = "sdpa"'
-        )
-    if parallel.attention == "varlen" and parallel.param_dtype == "float32":
-        raise ConfigError(
-            'attention=varlen computes in 16 bits: set mesh.param_dtype = "bfloat16", or use attention=flex'
         )
     if parallel.activation_checkpoint == "budget" and not parallel.compile:
         raise ConfigError("activation_checkpoint=budget is decided by the compiler: set compile=true")

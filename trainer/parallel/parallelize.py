@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
-from titan_ckpt.errors import ConfigError
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.device_mesh import FSDP_AXES, RankMesh, init_rank_mesh, pipeline_ends
-from titan_ckpt.trainer.model.attention import Attend, FlexAttend
+from titan_ckpt.trainer.model.attention import Attend, FlexAttend, check_on_cpu
 from titan_ckpt.trainer.model.experts import BalanceConfig
 from titan_ckpt.trainer.model.head import LmHead
 from titan_ckpt.trainer.model.loss import TokenLoss
@@ -152,9 +151,8 @@ def set_attention(part: nn.Module, plan: Plan, parallel: ParallelConfig, ranks: 
     modules = [module for _, module in here(part, plan.attention)]
     if ranks.cp_group is None and parallel.attention == "sdpa":
         return
-    if modules and ranks.device.type == "cpu" and parallel.attention != "sdpa":
-        why = "FlexAttention has no backward" if parallel.attention == "flex" else "varlen_attn has no kernel"
-        raise ConfigError(f"attention={parallel.attention} on a CPU: torch's {why} there; use sdpa")
+    if modules and ranks.device.type == "cpu":
+        check_on_cpu(parallel.attention)
     kernels: dict[tuple[int | None, float | None], Attend] = {}
     for module in modules:
         window, scale = getattr(module.attend, "window", None), getattr(module.attend, "scale", None)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import DataError
+from titan_ckpt.trainer.model.attention import check_varlen
 from titan_ckpt.trainer.parallel.context import gathered, head_tail_positions, key_order
 
 # torch 2.11 takes fewer key heads without being told so.
@@ -46,6 +47,7 @@ def pieces_of(at_S: Tensor, documents_BW: Tensor) -> Pieces:
     device = documents_BW.device
     edge_B1 = torch.ones(batch, 1, dtype=torch.bool, device=device)
     is_first_BW = torch.cat([edge_B1, documents_BW[:, 1:] != documents_BW[:, :-1]], dim=1)
+    _check_runs(is_first_BW, documents_BW)
     begin_BW = torch.where(is_first_BW, torch.arange(width, device=device), 0).cummax(1).values
     begin_BS, document_BS = begin_BW[:, at_S], documents_BW[:, at_S]
     is_cut_S = at_S[1:] != at_S[:-1] + 1
@@ -59,6 +61,19 @@ def pieces_of(at_S: Tensor, documents_BW: Tensor) -> Pieces:
     wanted_N = torch.arange(int(keys_P1[-1]), device=device) + shift_P.repeat_interleave(count_P)
     longest = (int(queries_P1.diff().max()), int(count_P.max()))
     return Pieces(queries_P1=queries_P1, keys_P1=keys_P1, longest=longest, wanted_N=wanted_N)
+
+
+def _check_runs(is_first_BW: Tensor, documents_BW: Tensor) -> None:
+    """DataError for a document in several runs, of which one piece cannot see another, as `sdpa` and `flex` can."""
+    row_R, at_R = is_first_BW.nonzero(as_tuple=True)
+    runs = torch.stack([row_R, documents_BW[row_R, at_R]], dim=1)
+    found, times = torch.unique(runs, dim=0, return_counts=True)
+    if len(found) < len(runs):
+        document = int(found[times > 1][0, 1])
+        raise DataError(
+            f"attention=varlen: document {document} of a sample goes on after another one; a document is one run of tokens. "
+            "Number its parts differently, or use sdpa or flex, which join them"
+        )
 
 
 def _ends(count_P: Tensor) -> Tensor:
@@ -83,8 +98,7 @@ class VarlenAttend:
     def __call__(
         self, q_BSHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: Pieces, sinks_H: Tensor | None = None
     ) -> Tensor:
-        if sinks_H is not None:  # `varlen_attn` has no gradient of its log-sum-exp
-            raise ConfigError("attention=varlen: this model has attention sinks, which it does not support; use flex")
+        check_varlen(q_BSHK.shape[-1], has_sinks=sinks_H is not None)
         if self.group is None:  # all keys are wanted, in order
             k_NGK, v_NGK = k_BTGK.flatten(0, 1), v_BTGK.flatten(0, 1)
         else:
