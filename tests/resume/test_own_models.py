@@ -17,6 +17,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer import ModelConfig, ModelSpec, decoder, run
+from tools.paths import EXAMPLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,18 @@ def test_a_record_that_is_missing_is_said(tmp_path: Path, capsys: pytest.Capture
     assert open_checkpoint(str(tmp_path / "run")).step == 2
 
 
+def test_a_ready_model_with_a_record_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _run(tmp_path / "run", ready(Like()), "train.steps=1", "validation.fraction=0.2", "validation.every=1")
+    source = "from tests.resume.test_own_models import Like, Numbers, ready\ndata = lambda _: Numbers()\n"
+    for note, code in (("", 0), ("other", 2)):
+        Path("own_ready.py").write_text(f"{source}model = ready(Like(note={note!r}))\n")
+        assert main(["eval", "run", "--module", "own_ready.py"]) == code
+    assert "note: checkpoint , config other" in capsys.readouterr().err
+
+
 def test_a_config_that_is_no_record_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"ModelSpec\('odd'\).config is a dict, expected a dataclass"):
         ready({"dim": 32})
@@ -136,3 +149,23 @@ def test_an_own_model_goes_on_bit_equal_on_two_ranks(tmp_path: Path, monkeypatch
     assert go("run", "train.steps=6") == 0
     assert read_losses(Path("run")) == {step: loss for step, loss in read_losses(Path("whole")).items() if step > 3}
     assert go("run", "train.steps=7", 'model.note="other"') == 2
+
+
+@pytest.mark.dist
+def test_a_tie_across_stages_goes_on_bit_equal(tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shape = ("save.every=3", "train.steps=6", "train.microbatch_size=2", f"data.cache={cache}", "model.dim=32")
+    fixed = (*shape, "mesh.dp_shard=1", "log.tensorboard=false", "debug.recorder=false", "train.device=cpu")
+
+    def go(url: str, pp: int) -> dict[int, float]:
+        sets = (*fixed, f"save.url={url}", f"mesh.pp={pp}", f"mesh.microbatches={2 * (pp > 1)}")
+        words = [part for text in sets for part in ("--set", text)]
+        command = ["train", str(EXAMPLES / "gpt2.toml"), "--module", str(EXAMPLES / "gpt2.py"), "--nproc", str(pp)]
+        assert main([*command, *words]) == 0
+        return {step: loss for step, loss in read_losses(Path(url)).items() if step > 3}
+
+    stayed = go("whole", 2)
+    for name, pp in (("run", 2), ("other", 1)):
+        cut_off(Path("whole"), Path(name))
+        found = go(name, pp)
+        assert found == (stayed if pp == 2 else pytest.approx(stayed, rel=1e-6))
