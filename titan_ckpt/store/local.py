@@ -45,10 +45,10 @@ class FileStore(Store):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         view = buffer.cast("B")
-        with _os_errors(self.where(path)), open(self._full(path), "rb", buffering=0) as file:
+        with self.opened(path) as file, _os_errors(self.where(path)):
             done = 0
             while done < len(view):
-                count = os.preadv(file.fileno(), [view[done:]], start + done)
+                count = os.preadv(file.descriptor, [view[done:]], start + done)
                 if count == 0:
                     raise StoreError(
                         f"{self.where(path)}: ends at byte {start + done}, "
@@ -254,23 +254,23 @@ class _OpenFile:
 
     def __enter__(self) -> _OpenFile:
         try:
-            self._descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
-            info = os.fstat(self._descriptor)
+            self.descriptor = os.open(self._full, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would block
+            info = os.fstat(self.descriptor)
         except OSError:
             with _os_errors(self._store.where(self._path)):
                 raise
         if not stat.S_ISREG(info.st_mode):
-            os.close(self._descriptor)
+            os.close(self.descriptor)
             raise NotFoundError(f"{self._store.where(self._path)}: not a file")
         self.size_bytes = info.st_size
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def __call__(self, start: int, length: int) -> bytes:
         try:
-            data = os.pread(self._descriptor, max(length, 0), start)
+            data = os.pread(self.descriptor, max(length, 0), start)
         except OSError:
             with _os_errors(self._store.where(self._path)):
                 raise
