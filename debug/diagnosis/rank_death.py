@@ -165,13 +165,16 @@ def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:
-    """Whether the rank logged a training step after it, or what it had logged again and again: then it was caught."""
+    """Whether the rank logged a training step after it, or what it had logged again and again: then it was caught. Of a rank that
+    failed, steps that all come after it may have waited in a buffer: Python's standard output into a pipe has one, of blocks."""
     log = record.log
     if log is None or "outlived" in event.values:
         return log is not None
     if "alone" in event.values and _is_own(event) and (_wrote_on(record, event) or _is_habit(record, event)):
         return True
-    is_later = event.source == log.source and max(log.last_step_line, log.done_line) > event.line
+    may_be_buffered = "unstepped" in event.values and record.exit is not None and record.exit.code != 0
+    last = log.done_line if may_be_buffered and log.last_step_line > 0 else max(log.last_step_line, log.done_line)
+    is_later = event.source == log.source and last > event.line
     return is_later or (event.time_s is not None and any(time_s > event.time_s for time_s in log.step_times.values()))
 
 

@@ -233,7 +233,7 @@ class Endings:
         left = set(ranks) - {ending.rank for ending in (*self.found, *self._late) if ending.is_task}
         if len(self._late) == 1 and left and not self._is_cancelled:
             self.found += self._late
-        if len(self._cleaned) == 1 and not any(ending.is_task for ending in self.found):
+        if len(self._cleaned) == 1 and all(ending.code == -15 for ending in self.found if ending.is_task):
             self.found += self._cleaned
 
     def _note(self, kind: EventKind, number: int, text: str, **values: str) -> None:

@@ -130,18 +130,17 @@ class Stream:
         self.last.clear()
         self.tail.clear()
         self.step_times.clear()
-        self.last_step, self.frames, self.crash, self.chained, self.thread = None, None, None, False, ""
-        self.previous, self.announced = "", ""
+        self.last_step = self.frames = self.crash = None
+        self.previous = self.announced = self.thread = ""
         self.last_step_line, self.done_line, self.details = 0, 0, 0
-        self.routine, self.refusals, self.bar = Routine(), Refusals(), 0
+        self.routine, self.refusals, self.bar, self.chained = Routine(), Refusals(), 0, False
         self.open_errors.clear()
 
     def add(self, event: LogEvent) -> None:
-        """Keep the first and the newest events where there are very many."""
-        if len(self.first) < MAX_EVENTS // 2:
-            self.first.append(event)
-        else:
-            self.last.append(event)
+        """Keep the first and the newest events where there are very many; `unstepped`: no step was logged before."""
+        if not self.last_step_line:
+            event = replace(event, values={**event.values, "unstepped": "1"})
+        (self.first if len(self.first) < MAX_EVENTS // 2 else self.last).append(event)
 
     @property
     def events(self) -> tuple[LogEvent, ...]:
@@ -239,13 +238,12 @@ class Stream:
         """The last line of a traceback: the exception's type and message."""
         if self.frames is None or text[:1].isspace():
             return None
-        match = _RAISED.match(text)
-        return match if match and (_ERROR_NAME.search(match.group(1)) or self.frames) else None
+        return match if (match := _RAISED.match(text)) and (_ERROR_NAME.search(match.group(1)) or self.frames) else None
 
     def _keep(self, number: int, text: str, kind: EventKind, values: dict[str, str], is_raised: bool) -> None:
         frame = None
         if is_raised:
-            frame = user_frame(reversed(self.frames)) if self.frames else None
+            frame = user_frame(reversed(self.frames or ()))
             is_told = self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
             if is_told and self._ended_in(frame, values["type"]):
                 return

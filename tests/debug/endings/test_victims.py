@@ -156,3 +156,38 @@ def test_tasks_killed_with_their_step_are_not_accused(ends: str, tmp_path: Path)
     first = "srun: error: n0: tasks 0-3: Exited with exit code 1\n"
     verdict, culprits = judged(tmp_path, LABELLED + of_tasks(0, 1, 2, 3, 4, 5, 6) + first + ends)
     assert verdict != "RANK_DIED" or culprits == ()
+
+
+OWN_AT_LAST = raised(1, "KeyError: 'labels'", 21)
+CUT_OFF = "".join(
+    raised(rank, "RuntimeError: [/p/pair.cc:553] Connection closed by peer [127.0.0.1]:1") for rank in (0, 2)
+)
+
+
+def rows(*codes: int) -> str:
+    listed = "".join(f"[{rank}]:\n{ROW.format(rank, code)}" for rank, code in enumerate(codes) if rank != 1)
+    return f"{AGENT}Failures:\n{listed}Root Cause (first observed failure):\n[0]:\n{ROW.format(1, codes[1])}"
+
+
+@pytest.mark.parametrize("codes", [(1, 1, 1), (-15, 1, -15)])
+def test_steps_that_waited_in_a_buffer_show_no_life(codes: tuple[int, ...], tmp_path: Path) -> None:
+    steps = "".join(f"[rank{rank}]: step {step} loss 2\n" for rank in range(3) for step in range(4))
+    assert judged(tmp_path, OWN_AT_LAST + CUT_OFF + steps + rows(*codes)) == ("RANK_DIED", (1,))
+
+
+def test_a_silent_exit_after_buffered_steps_is_the_first(tmp_path: Path) -> None:
+    steps = "".join(f"[rank{rank}]: step {step} loss 2\n" for rank in range(3) for step in range(4))
+    assert judged(tmp_path, CUT_OFF + steps + rows(-15, 3, -15))[1] == (1,)
+
+
+def test_an_error_between_steps_of_a_rank_was_caught(tmp_path: Path) -> None:
+    before, after = ("".join(f"[rank1]: step {step} loss 2\n" for step in found) for found in (range(3), range(3, 6)))
+    assert judged(tmp_path, before + OWN_AT_LAST + after + STEPS)[1] == ()
+
+
+def test_intel_mpi_ends_the_others_by_sigterm(tmp_path: Path) -> None:
+    block = "=   RANK {0} PID 5{0} RUNNING AT n1\n=   KILLED BY SIGNAL: {1}\n"
+    assert judged(tmp_path, STEPS + block.format(3, "9 (Killed)") + block.format(0, "15 (Terminated)")) == (
+        "RANK_DIED",
+        (3,),
+    )
