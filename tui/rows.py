@@ -37,7 +37,9 @@ class Role(StrEnum):
 
 
 TextSpan: TypeAlias = tuple[str, Role]
-_DIGITS, _GOES_ON = "0123456789.,", re.compile(r"[.,]?\d")  # a number, and its rest after a cut
+_DIGITS = "0123456789.,"
+# The start of a number or of sizes (64x32) before a cut, and their rest after it.
+_BEGUN, _GOES_ON = re.compile(r"(?:[\d.,]|(?<=\d)x)+$"), re.compile(r"[.,x]?\d")
 CULPRIT = "!"  # marks a rank at fault on every screen
 
 # Whole escape sequences first (colours, titles), then other control and bidirectional characters.
@@ -202,6 +204,15 @@ def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
     return shown if len(spans) <= limit else f"{shown},... ({len(ranks)} ranks)"
 
 
+def without_number(text: str, rest: str) -> str:
+    """`text` before a cut, `rest` after it: without the number or sizes through which the cut goes.
+
+    >>> without_number("add 64x3", "2 Float"), without_number("add 64", "x32"), without_number("add 64", " Float")
+    ('add ', 'add ', 'add 64')
+    """
+    return _BEGUN.sub("", text) if _GOES_ON.match(rest) else text
+
+
 def truncate(text: str, width: int) -> str:
     """Cut `text` at the end to at most `width` characters, never within a number: a part of one is another number.
 
@@ -214,7 +225,7 @@ def truncate(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     kept = text[: max(width - 1, 0)]
-    return piece(f"{kept.rstrip(_DIGITS) if _GOES_ON.match(text, len(kept)) else kept}…", text)
+    return piece(f"{without_number(kept, text[len(kept) :])}…", text)
 
 
 def fitted(text: str, width: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,11 +15,15 @@ from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import FAILED
 from titan_ckpt.tui.data.incident import load_incident
 from titan_ckpt.tui.data.standing import standing
-from titan_ckpt.tui.pictures.details import rank_rows
+from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.pictures.timeline import bars_rows
+from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens.grid_rows import grid_of
+from titan_ckpt.tui.screens.groups import group_rows
+from titan_ckpt.tui.screens.overview import overview_rows
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
+from titan_ckpt.tui.session.session import Session
 from tools.paths import INCIDENTS
 
 NOW_S, EAST_S = 1_795_250_000.0, 9 * 3600.0
@@ -44,16 +49,31 @@ async def test_a_slow_job_that_ended_well_does_not_look_hung() -> None:
         for word in ("faults.py:278", "stopped 2026", "stuck for", "absent", "wait from here", "░", "holds up"):
             assert word not in text, (word, text)
     assert "ranks 0,2-3 waited for rank 1" in found["1"]
-    assert "  !    1  late " in found["3"].replace("▸", " ")
+    assert "operation #17 · 4/4 issued" in found["3"]  # the newest late one that all issued
+    assert "1  done            601 ms" in found["3"]
+
+
+async def test_what_ended_later_has_one_wording_everywhere() -> None:
+    found = await screens_of("straggler", "2346")
+    assert "e ended since" in found["2"]
+    assert "pending" not in "".join(found.values())
+    assert "0  #19 ended since  f finished" in found["4"]
+    assert "default_pg 0-3        #18     #19  open when recorded, ended since" in found["4"]
+    assert "behind" not in found["4"]
+    assert "f rank 0 all_reduce #19 ended since" in found["6"]
+    incident = load_incident(str(INCIDENTS / "straggler"))
+    for rows in (rank_rows(incident, 0, 120), operation_rows(incident, incident.lanes[0], 19, 0, 120)):
+        assert [row.text for row in rows if "open when recorded, ended since" in row.text]
 
 
 @pytest.mark.parametrize(
     ("case", "line"),
-    [("size", "step 2 done"), ("straggler", "step 11 done"), ("chain", "step 3"), ("sigkill", "about to die")],
-)
+    [("size", "step 2 done"), ("straggler", "step 11 done"), ("chain", "step 3"), ("sigkill", "about to die"),
+     ("dataloader", "step 2 done")],
+)  # fmt: skip
 async def test_logs_open_at_the_last_line_before_the_stop(case: str, line: str) -> None:
     (chosen,) = [text for text in (await screens_of(case, "5", (160, 36)))["5"].splitlines() if text.startswith("▸")]
-    assert f"[rank1] INFO {line}" in chosen
+    assert f"[rank{3 if case == 'dataloader' else 1}] INFO {line}" in chosen
 
 
 async def test_the_overview_names_one_step() -> None:
@@ -66,8 +86,9 @@ async def test_a_failed_operation_is_not_done() -> None:
     incident = load_incident(str(INCIDENTS / "size"))
     assert {rank: incident.word_of(rank, row) for rank, row in incident.failed.items()} == {3: "failed"}
     assert int(grid_of(incident, incident.lanes[0]).codes[3, -1]) == FAILED
-    found = await screens_of("size", "136")
+    found = await screens_of("size", "1346")
     assert "3  failed" in found["3"]
+    assert "3  #7 failed" in found["4"]
     assert "failed in all_reduce #7" in found["6"]
     assert "killed by SIGABRT: rank 0" in found["1"]
     assert "SIGTERM from the launcher: ranks 1-3" in found["1"]
@@ -104,6 +125,35 @@ def test_each_rank_that_waits_has_a_bar_of_it(case: str) -> None:
     bars = {row.link.rank: row.text for row in bars_rows(incident, 120, 40) if row.link is not None}
     assert waiting
     assert not [rank for rank in waiting if "░" not in bars[rank]]
+
+
+@pytest.mark.parametrize("case", ["chain", "dataloader", "exception", "order", "size", "sigstop", "skip"])
+def test_others_wait_from_where_the_last_one_begins(case: str) -> None:
+    texts = [row.text for row in bars_rows(load_incident(str(INCIDENTS / case)), 120, 40)]
+    (marker,) = [text.index("▼") for text in texts if "▼" in text]
+    begins = [re.search("[░%]", text) for text in texts[2:-2]]
+    last = max(found.start() for found in begins if found is not None)
+    assert 0 <= last - marker <= 1  # after the end of its last operation, where that is all that is recorded
+
+
+@pytest.mark.parametrize(("case", "rank"), [("size", 0), ("sigkill", 1)])
+def test_a_rank_without_a_dump_has_no_blank_bar(case: str, rank: int) -> None:
+    rows = bars_rows(load_incident(str(INCIDENTS / case)), 120, 40)
+    (bar,) = [row for row in rows if row.link is not None and row.link.rank == rank]
+    assert ("unknown", Role.DIM) in bar.spans
+
+
+def test_an_unknown_rank_is_not_in_the_culprits_colour() -> None:
+    rows = list(group_rows(load_incident(str(INCIDENTS / "size")), 120))
+    assert ("rank 1 differs at #7", Role.BAD) in rows[1].spans
+    assert ("rank 0 unknown", Role.WARN) in rows[1].spans
+
+
+@pytest.mark.parametrize("case", ["sigkill", "sigstop"])
+def test_what_to_do_has_the_ready_command(case: str) -> None:
+    session = Session(find_content(str(INCIDENTS / case)), clock=lambda: NOW_S)
+    session.incident.value = load_incident(str(INCIDENTS / case))
+    assert [row.text for row in overview_rows(session, 160) if "3. dmesg -T | grep -iE" in row.text]
 
 
 def test_the_bar_says_when_and_how_sure() -> None:

@@ -56,6 +56,25 @@ async def test_no_screen_cuts_a_number(case: str) -> None:
             assert not lines
 
 
+@pytest.mark.parametrize(("case", "screen"), [("order", 3), ("skip", 3), ("exception", 1)])
+async def test_a_narrow_screen_cuts_no_number(case: str, screen: int) -> None:
+    app = app_of(case, screen)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        assert not re.findall(r"\d[.,x]?›", screen_text(app))
+        assert "all_reduce     ›" in screen_text(app) or screen != 3
+
+
+@pytest.mark.parametrize(
+    ("case", "screen"), [("exception", 3), ("dataloader", 3), ("size", 6), ("order", 6), ("skip", 6)]
+)
+async def test_a_title_ends_before_the_frame_beside_it(case: str, screen: int) -> None:
+    app = app_of(case, screen)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        assert " ╭─" in screen_text(app).splitlines()[2]
+
+
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_waits_keep_the_line_and_drop_the_rest(width: int) -> None:
     incident = load_incident(str(INCIDENTS / "size"))

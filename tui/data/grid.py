@@ -22,10 +22,11 @@ from titan_ckpt.tui.rows import Glyph, Role
 
 Codes = ByteArray
 
-BLANK, DONE, LATE, SILENT, PENDING, RUNNING, FAILED, ABSENT, DIFFERS = range(9)
+BLANK, DONE, ENDED, LATE, SILENT, PENDING, RUNNING, FAILED, ABSENT, DIFFERS = range(10)
 GLYPHS: Sequence[Glyph] = (
     Glyph(char=" ", role=Role.DIM, label="not recorded"),
     Glyph(char="·", role=Role.DIM, label="done"),
+    Glyph(char="e", role=Role.DIM, label="ended since"),
     Glyph(char="+", role=Role.NOTE, label="late"),
     Glyph(char="?", role=Role.WARN, label="unknown"),
     Glyph(char="o", role=Role.GOOD, label="pending"),
@@ -34,6 +35,7 @@ GLYPHS: Sequence[Glyph] = (
     Glyph(char="x", role=Role.BAD, label="absent"),
     Glyph(char="#", role=Role.BAD, label="differs"),
 )
+ENDED_TEXT = f"open when recorded, {GLYPHS[ENDED].label}"  # of a job that ended well
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
 _LAST_ENDS = 32
@@ -168,6 +170,20 @@ def _mark_late(run: Run, lane: Lane, codes: Codes) -> None:
             created = created_ns(run, rank, lane.row[i, columns])
             block = codes[i, columns]
             block[(block == DONE) & (created - ahead[i] > limit)] = LATE
+
+
+def newest_late(run: Run, lane: Lane, ranks: Sequence[int], ahead: Floats) -> int | None:
+    """The newest number at which one of `ranks` was late for what all ranks issued; None if there is none.
+
+    `ahead`: how far the clock of each member is ahead, in ns.
+    """
+    columns = np.flatnonzero((lane.row[~lane.is_silent] >= 0).all(axis=0))
+    limit = _median_created_ns(run, lane, slice(None), ahead)[columns] + LATE_NS
+    found = [
+        columns[created_ns(run, lane.members[i], lane.row[i, columns]) - ahead[i] > limit]
+        for i in map(lane.members.index, set(ranks) & set(lane.members))
+    ]
+    return max((lane.first_seq + int(late[-1]) for late in found if len(late)), default=None)
 
 
 def _median_created_ns(run: Run, lane: Lane, columns: slice, ahead: Floats) -> Floats:

@@ -23,7 +23,17 @@ from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, logs_a
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats
-from titan_ckpt.tui.data.grid import DONE, FAILED, GLYPHS, PENDING, RUNNING, clock_offsets, failed_rows
+from titan_ckpt.tui.data.grid import (
+    DONE,
+    ENDED,
+    FAILED,
+    GLYPHS,
+    PENDING,
+    RUNNING,
+    clock_offsets,
+    failed_rows,
+    newest_late,
+)
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -85,13 +95,8 @@ class Incident:
 
     @cached_property
     def is_over(self) -> bool:
-        """Whether the job ended well."""
+        """Whether the job ended well: what its records leave open has ended since."""
         return went_on(self.run)
-
-    @property
-    def is_past(self) -> bool:
-        """Whether the job was slow and has ended well: what its records leave open has ended since."""
-        return self.is_slow and self.is_over
 
     @cached_property
     def stop_s(self) -> float:
@@ -115,8 +120,10 @@ class Incident:
         if self.failed.get(rank) == row:
             return GLYPHS[FAILED].label
         op = self.run.operation(rank, row)
-        if op.retired or op.state == OperationState.COMPLETED or self.is_past:
+        if op.retired or op.state == OperationState.COMPLETED:
             return GLYPHS[DONE].label
+        if self.is_over:
+            return GLYPHS[ENDED].label
         return GLYPHS[RUNNING if op.state == OperationState.STARTED else PENDING].label
 
     def is_p2p(self, lane: Lane) -> bool:
@@ -179,6 +186,14 @@ class Incident:
         )
 
     @cached_property
+    def _late_at(self) -> dict[int, int | None]:
+        """The newest late operation of the ranks at fault, by group."""
+        collectives = self.lanes[: len(self.lanes) - self.num_p2p_lanes]
+        return {
+            lane.group: newest_late(self.run, lane, self.top.culprits, self.clock_offsets(lane)) for lane in collectives
+        }
+
+    @cached_property
     def _offsets(self) -> dict[int, Floats]:
         return {}
 
@@ -194,7 +209,8 @@ class Incident:
         return next((i for i in places if named & set(self.lanes[i].members)), places[0] if places else None)
 
     def stands_at(self, lane: Lane) -> int:
-        """The number at which a lane stands: the verdict's, else the first that a rank waits in, else the last."""
+        """The number at which a lane stands: the verdict's, of a slow job the newest late one that all issued, else the first
+        that a rank waits in, else the last."""
         top, last = self.top, int(lane.last.max())
         if self.is_p2p(lane):
             missing = missing_halves(lane, self.edges)
@@ -203,6 +219,8 @@ class Incident:
         place = self.lane_of_verdict(top)
         if top.seq is not None and place is not None and self.lanes[place] is lane:
             return top.seq
+        if self.is_slow and (late := self._late_at[lane.group]) is not None:
+            return late
         seqs = [e.seq for e in self.edges if e.group == lane.group and not (e.is_p2p or e.is_after) and e.seq >= 0]
         return min(seqs or lane.pending[lane.pending >= 0].tolist(), default=last)
 

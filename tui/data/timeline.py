@@ -11,21 +11,37 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Run
 from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.tui.data.arrays import Floats, Ints
-from titan_ckpt.tui.data.grid import ABSENT, BLANK, FAILED, PENDING, RUNNING, Codes, Grid, created_ns
+from titan_ckpt.tui.data.grid import (
+    ABSENT,
+    BLANK,
+    DIFFERS,
+    DONE,
+    ENDED,
+    FAILED,
+    GLYPHS,
+    LATE,
+    PENDING,
+    RUNNING,
+    SILENT,
+    Codes,
+    Grid,
+    created_ns,
+)
 from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
 # Code in a grid -> how its bar looks. What was issued and has not ended reaches to the right edge.
 BARS: Mapping[int, Glyph] = {
-    0: Glyph(char=" ", role=Role.DIM, label="in no operation"),
-    1: Glyph(char="━", role=Role.GOOD, label="done"),
-    2: Glyph(char="━", role=Role.NOTE, label="late"),
-    3: Glyph(char="?", role=Role.WARN, label="unknown"),
-    4: Glyph(char="░", role=Role.WARN, label="waits"),
-    5: Glyph(char="░", role=Role.WARN, label="waits, started"),
-    6: Glyph(char="%", role=Role.WARN, label="failed"),
-    7: Glyph(char="x", role=Role.BAD, label="absent"),
-    8: Glyph(char="#", role=Role.BAD, label="differs"),
+    BLANK: Glyph(char=" ", role=Role.DIM, label="in no operation"),
+    DONE: Glyph(char="━", role=Role.GOOD, label="done"),
+    ENDED: Glyph(char="╌", role=Role.DIM, label=GLYPHS[ENDED].label),
+    LATE: Glyph(char="━", role=Role.NOTE, label="late"),
+    SILENT: Glyph(char="?", role=Role.WARN, label="unknown"),
+    PENDING: Glyph(char="░", role=Role.WARN, label="waits"),
+    RUNNING: Glyph(char="░", role=Role.WARN, label="waits, started"),
+    FAILED: Glyph(char="%", role=Role.WARN, label="failed"),
+    ABSENT: Glyph(char="x", role=Role.BAD, label="absent"),
+    DIFFERS: Glyph(char="#", role=Role.BAD, label="differs"),
 }
 
 
@@ -135,7 +151,7 @@ def build_time_grid(
         if len(states) and int(states.max()) == ABSENT:
             last = shown.cell(int(created.max()), cells)
             codes[i, min(max(last + 1, 0), cells) :] = ABSENT
-    began = began or began_ns(run)
+    began = began or (0 if ENDED in sequence.occurring else began_ns(run))
     stop = shown.cell(began, cells) if began else -1
     return Grid(
         name=sequence.name, members=sequence.members, codes=codes, bin_ns=max(shown.length // cells, 1),
@@ -156,12 +172,12 @@ def _completed_ns(run: Run, rank: int, row: Array) -> Ints:
 
 
 def rank_codes(
-    table: Array, window: Window, cells: int, ahead: int = 0, failed: int = -1, *, is_past: bool = False
+    table: Array, window: Window, cells: int, ahead: int = 0, failed: int = -1, *, is_over: bool = False
 ) -> Codes:
     """A rank's operations of all groups over time: done, or waiting. `ahead`: how far its clock is ahead, in ns; `failed`: the
-    row of the one at which it failed, -1 for none; `is_past`: all have ended since."""
-    is_done = table["retired"] | (table["state"] == COMPLETED) | is_past
-    codes = np.where(is_done, 1, PENDING).astype(np.uint8)
+    row of the one at which it failed, -1 for none; `is_over`: all have ended since."""
+    is_done = table["retired"] | (table["state"] == COMPLETED)
+    codes = np.where(is_done, DONE, ENDED if is_over else PENDING).astype(np.uint8)
     codes[[failed] if failed >= 0 else []] = FAILED
     created = _moved(table["created_ns"].astype(np.int64), ahead)
     completed = _moved(np.where(is_done, table["completed_ns"], 0).astype(np.int64), ahead)

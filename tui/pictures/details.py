@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
-from titan_ckpt.tui.data.grid import DONE, GLYPHS
+from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.standing import exit_text, process_text
@@ -79,7 +79,7 @@ def _line_text(frame: Frame, width: int) -> str:
 
 
 def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
-    """What a rank waits in, else its last operation."""
+    """What a rank waits in, else its last operation, or the one that was open when the recording of a job ended that went on."""
     wait = incident.wait_of.get(record.rank)
     at = int(record.operations["created_ns"].argmax()) if len(record.operations) else -1
     op = wait.operation if wait is not None else incident.run.operation(record.rank, at) if at >= 0 else None
@@ -87,7 +87,9 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
         return "last op", ""
     number = f" #{op.seq}" if op.seq >= 0 else ""
     text = f"{op.op}{number} of group {op.group}"
-    return ("waits in", text) if wait is not None else ("last op", f"{text}, {incident.word_of(record.rank, at)}")
+    if wait is not None and not incident.is_over:
+        return "waits in", text
+    return "last op", f"{text}, {ENDED_TEXT if wait is not None else incident.word_of(record.rank, at)}"
 
 
 def _step_text(record: RankRecord) -> str:
@@ -156,8 +158,9 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     word = incident.word_of(rank, at)
     is_done = word == GLYPHS[DONE].label
     yield from fact("operation", f"{op.op} {op.sizes} {op.dtypes}", width)
-    yield from fact("state", word if is_done or at == incident.failed.get(rank) else f"{word}, did not end", width,
-                    Role.PLAIN if is_done or incident.is_slow else Role.WARN)  # fmt: skip
+    did_not_end = not is_done and at != incident.failed.get(rank)
+    shown = ENDED_TEXT if did_not_end and incident.is_over else f"{word}, did not end" if did_not_end else word
+    yield from fact("state", shown, width, Role.PLAIN if is_done or incident.is_slow or incident.is_over else Role.WARN)
     yield from fact("issued", _lag_text(incident, lane, column, rank, op), width)
     if op.completed_ns and op.created_ns:
         yield from fact("took", format_duration((op.completed_ns - op.created_ns) / 1e9), width)

@@ -11,7 +11,7 @@ import numpy as np
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.waits import pending
-from titan_ckpt.tui.data.grid import BLANK, DONE, PENDING
+from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, SILENT
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
@@ -65,39 +65,60 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         is_culprit = ranks[0] in incident.top.culprits
         codes = _codes(incident, ranks[0], window, cells, ahead, stop)
         seen |= set(codes)
-        yield row((fitted(label, before - 1), Role.BAD if is_culprit else Role.PLAIN), " ",
-                  *bar_spans(codes, stop), link=RowLink(screen=2, rank=ranks[0]), is_problem=is_culprit)  # fmt: skip
+        name, link = (
+            (fitted(label, before - 1), Role.BAD if is_culprit else Role.PLAIN),
+            RowLink(screen=2, rank=ranks[0]),
+        )
+        yield row(name, " ", *_bar(incident, ranks[0], codes, stop), link=link, is_problem=is_culprit)
     yield row()
     yield row(*(span for code in sorted({DONE, *seen} - {BLANK}) for span in
                 ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
 
 
+def _bar(incident: Incident, rank: int, codes: Sequence[int], stop: int) -> Iterator[TextSpan]:
+    """The bar of a rank; one of which no operation is known was not idle."""
+    word = "" if incident.run.ranks[rank].operations["created_ns"].any() else GLYPHS[SILENT].label
+    yield word, Role.DIM
+    yield from bar_spans(codes[len(word) :], stop - len(word))
+
+
 def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Mapping[int, int], stop: int) -> list[int]:
-    """What a rank did at each moment. Where it waits in an operation that its recorder does not see, as gloo's does not see sends
-    and receives, it does so from its last one on, at the latest since the job stands."""
+    """What a rank did at each moment. Where it waits in an operation that its recorder does not see, it does so from its last one
+    on."""
     table = incident.run.ranks[rank].operations
     codes = rank_codes(
-        table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_past=incident.is_past
+        table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_over=incident.is_over
     )
-    state = incident.states.get(rank)
-    is_unseen = state is not None and state.kind.is_waiting and rank not in incident.wait_of
-    if is_unseen and stop >= 0 and len(table) and rank not in incident.failed:
-        codes[max(stop, int(np.flatnonzero(codes).max(initial=-1)) + 1) :] = PENDING
+    if stop >= 0 and _waits_unseen(incident, rank):
+        codes[int(np.flatnonzero(codes).max(initial=-1)) + 1 :] = PENDING
     found: list[int] = codes.tolist()
     return found
 
 
+def _waits_unseen(incident: Incident, rank: int) -> bool:
+    """Whether a rank waits in an operation that its recorder does not see, as gloo's does not see sends and receives."""
+    state, is_known = incident.states.get(rank), rank in incident.wait_of or rank in incident.failed
+    return (
+        state is not None and state.kind.is_waiting and not is_known and bool(len(incident.run.ranks[rank].operations))
+    )
+
+
 def _stop_ns(incident: Incident, ranks: Sequence[int], ahead: Mapping[int, int]) -> int:
-    """When the job stopped, by the clocks of the shown ranks where these differ."""
-    if not any(ahead.values()):
-        return int(incident.stop_s * 1e9)
-    shown = set(ranks)
-    times = [
-        int(record.operations["created_ns"][open_rows[0]]) - ahead.get(rank, 0)
-        for rank, record in incident.run.ranks.items()
-        if rank in shown and len(open_rows := np.flatnonzero(pending(record.operations)))
-    ]
+    """When the last of the shown ranks that wait began to, else when the job stopped."""
+    times = [since - ahead.get(rank, 0) for rank in ranks if (since := _waits_since_ns(incident, rank))]
     return max(times, default=int(incident.stop_s * 1e9))
+
+
+def _waits_since_ns(incident: Incident, rank: int) -> int:
+    """When a rank issued what it waits in or failed at, by its own clock; after its last one where that is not seen; else 0."""
+    table = incident.run.ranks[rank].operations
+    open_rows = np.flatnonzero(pending(table))
+    at = incident.failed.get(rank, int(open_rows[0]) if len(open_rows) else -1)
+    if at >= 0:
+        return int(table["created_ns"][at])
+    if not _waits_unseen(incident, rank):
+        return 0
+    return max(int(table["created_ns"].max()), int(table["completed_ns"].max()))
 
 
 def _label(incident: Incident, ranks: tuple[int, ...]) -> str:

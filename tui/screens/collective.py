@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.grid import ABSENT, FAILED, GLYPHS, LATE, usual_signature
+from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows
@@ -172,6 +172,7 @@ class CollectiveRows:
         lane = current_lane(session, incident)
         column = current_seq(session, incident) - lane.first_seq
         self._session, self._incident, self._members = session, incident, lane.members
+        self._state_width = len(GLYPHS[ENDED].label) + 2 if incident.is_over else _STATE
         self._key = lane.group, current_seq(session, incident)
         self._at, signature = lane.row[:, column], lane.signature[:, column]
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
@@ -203,7 +204,7 @@ class CollectiveRows:
     def row(self, index: int, width: int) -> Row:
         place = index - 1
         if place < 0:
-            return head(f"{'rank':>6}  {'state':<{_STATE}}{_lag('lag', width)}    operation, call site")
+            return head(f"{'rank':>6}  {'state':<{self._state_width}}{_lag('lag', width)}    operation, call site")
         if place >= len(self._members):
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
@@ -229,14 +230,22 @@ class CollectiveRows:
         lag = _lag(f"{round((op.created_ns - first_ns) / 1e6):,} ms" if self._first_ns and op.created_ns else "", width)
         state_text = incident.word_of(rank, int(self._at[place]))
         is_failed = state_text == GLYPHS[FAILED].label
-        role: Role = Role.BAD if is_other else Role.WARN if is_failed else Role.GOOD if not op.retired else Role.PLAIN
+        role: Role = (
+            Role.BAD
+            if is_other
+            else Role.WARN
+            if is_failed
+            else Role.PLAIN
+            if op.retired or incident.is_over
+            else Role.GOOD
+        )
         splits = incident.run.ranks[rank].splits.get(self._key)
         shown = "" if splits is None else f"  {splits_text(splits)}"
         other = "  # " if is_other else "    "
         frame = user_frame(op.frames, incident.run.wrappers)
-        room = width - 8 - _STATE - len(lag) - len(other)
+        room = width - 8 - self._state_width - len(lag) - len(other)
         what, line = _what_and_place(op, frame, room, is_whole=is_other or self._is_mixed)
-        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<{_STATE}}", role), lag,
+        return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<{self._state_width}}", role), lag,
                    (f"{other}{what}", role if is_other else Role.PLAIN), (line, Role.DIM), (shown, Role.DIM), link=link,
                    is_problem=is_other, at=_at(frame))  # fmt: skip
 
@@ -247,8 +256,9 @@ class CollectiveRows:
         doing = SITUATIONS[state.kind].label if state is not None else "unknown"
         glyph = GLYPHS[LATE if self._incident.is_slow else ABSENT]
         start = f"{_lag('', width)}    {doing}"
-        line = _place(frame, width - 8 - _STATE - len(start))
-        return row((f"{mark[0]}{rank:>5}  ", mark[1]), (f"{glyph.label:<{_STATE}}", glyph.role), start, (line, Role.DIM),
+        line = _place(frame, width - 8 - self._state_width - len(start))
+        label = f"{glyph.label:<{self._state_width}}"
+        return row((f"{mark[0]}{rank:>5}  ", mark[1]), (label, glyph.role), start, (line, Role.DIM),
                    link=RowLink(screen=6, rank=rank), is_problem=True, at=_at(frame))  # fmt: skip
 
     def next_problem(self, index: int, direction: int) -> int | None:

@@ -14,6 +14,7 @@ from titan_ckpt.tui.data.grid import (
     ABSENT,
     BLANK,
     DONE,
+    ENDED,
     FAILED,
     GLYPHS,
     LATE,
@@ -48,13 +49,12 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
             grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
         if incident.is_slow:
             grid.codes[grid.codes == ABSENT] = LATE
-        if incident.is_past:
-            grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = DONE
-        return replace(grid, name=incident.name_of(lane), stand=stand)
-    found = build_p2p_grid(
-        incident.run, lane, missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
-    )
-    return replace(found, name=incident.name_of(lane), stand=stand)
+    else:
+        missing, different = missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
+        grid = build_p2p_grid(incident.run, lane, missing, different)
+    if incident.is_over:
+        grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = ENDED
+    return replace(grid, name=incident.name_of(lane), stand=stand)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,8 @@ def cell_spans(codes: list[int], spot: int | None, stretch: int) -> Iterator[Tex
     """Join equal cells into spans: each span costs the terminal driver as much as a line of text."""
     for (code, is_spot), equal in itertools.groupby((code, i == spot) for i, code in enumerate(codes)):
         glyph = GLYPHS[code]
-        word = f" {glyph.label}" if stretch >= _WORDS and code not in (BLANK, DONE) else ""
+        has_word = stretch >= max(_WORDS, len(glyph.label) + 3) and code not in (BLANK, DONE)
+        word = f" {glyph.label}" if has_word else ""
         if is_spot:
             yield glyph.char + word, glyph.role.chosen
             yield " " * (stretch - 1 - len(word)), Role.PLAIN
@@ -233,5 +234,6 @@ def legend_text(grid: Grid, width: int) -> str:
     if grid.is_time:
         text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
         return f"{text}  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else text
-    text = "  ".join(f"{glyph.char} {glyph.label}" for code, glyph in enumerate(GLYPHS) if code != BLANK)
+    usual = [code for code in range(len(GLYPHS)) if code in here or code not in (BLANK, ENDED)]
+    text = "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in usual)
     return text if len(text) <= width else "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here)

@@ -10,7 +10,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.tui.data.arrays import Ints
-from titan_ckpt.tui.data.grid import usual_signature
+from titan_ckpt.tui.data.grid import DONE, ENDED, ENDED_TEXT, GLYPHS, PENDING, SILENT, usual_signature
 from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident
 from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.rows import (
@@ -99,12 +99,12 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = outliers_text(lane, newest, is_narrow=is_narrow)
+        odd = [] if incident.is_over else outliers(lane, newest, is_narrow=is_narrow)
+        last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
         ranks = fitted(ranks_text(lane.members, 4), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
         yield row((fitted(name, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
-                  (odd or "none", Role.BAD if odd else Role.DIM),
-                  link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
+                  *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
         seen = [incident.name_of(lane) for lane in collective_lanes(incident)
                 if not incident.run.groups[lane.group].members]  # fmt: skip
@@ -132,24 +132,25 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
 
-def outliers_text(lane: Lane, newest: int, *, is_narrow: bool) -> str:
+def outliers(lane: Lane, newest: int, *, is_narrow: bool) -> list[TextSpan]:
     """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known."""
     named = partial(ranks_text, limit=4) if is_narrow else _named
     last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
     silent = [rank for rank, is_silent in zip(lane.members, lane.is_silent, strict=True) if is_silent]
     behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
-    parts = []
+    parts: list[TextSpan] = []
     if behind:
-        parts.append(f"{named(behind)} behind by {newest - min(last[rank] for rank in behind)}")
+        parts.append((f"{named(behind)} behind by {newest - min(last[rank] for rank in behind)}", Role.BAD))
     column = first_mixed(lane.signature[:, -NEWEST:])
     if column is not None:
         codes = lane.signature[:, column]
         other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
         seq = lane.first_seq + lane.signature.shape[1] + column
-        parts.append(f"{named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}")
+        text = f"{named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}"
+        parts.append((text, Role.BAD))
     if silent:
-        parts.append(f"{named(silent)} unknown")
-    return "; ".join(parts)
+        parts.append((f"{named(silent)} unknown", GLYPHS[SILENT].role))
+    return [span for part in parts for span in (("; ", Role.DIM), part)][1:]
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -169,14 +170,10 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
     """The members of a group, each with its newest operation and its state."""
     lane = incident.lanes[incident.lane_of(group)]
     yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
-    columns = (lane.last.tolist(), lane.done.tolist(), lane.is_silent.tolist())
-    shown = list(zip(lane.members, *columns, strict=True))[:MAX_MEMBERS]
-    if incident.is_p2p(lane):
-        texts = [f"{last} issued" for _, last, *_ in shown]
-    else:
-        texts = [_newest_text(*of_member) for _, *of_member in shown]
+    shown = lane.members[:MAX_MEMBERS]
+    texts = [_newest_text(incident, lane, place) for place in range(len(shown))]
     column = max(map(len, texts), default=0) + 2
-    for (rank, *_), newest in zip(shown, texts, strict=True):
+    for rank, newest in zip(shown, texts, strict=True):
         glyph = SITUATIONS[incident.states[rank].kind]
         link, mark = RowLink(screen=6, rank=rank), CULPRIT if rank in incident.top.culprits else " "
         yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<{column}}",
@@ -185,10 +182,17 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
         yield row((f"  and {counted(len(lane.members) - MAX_MEMBERS, 'more rank')}", Role.DIM))
 
 
-def _newest_text(last: int, is_done: bool, is_silent: bool) -> str:
+def _newest_text(incident: Incident, lane: Lane, place: int) -> str:
+    """The newest operation of a member, and what became of it."""
+    last, is_done = int(lane.last[place]), bool(lane.done[place])
+    if incident.is_p2p(lane):
+        return f"{last} issued"
     if last < 0:
-        return "unknown" if is_silent else "nothing issued"
-    return f"#{last} {'done' if is_done else 'pending'}"
+        return "unknown" if lane.is_silent[place] else "nothing issued"
+    at = int(lane.row[place, last - lane.first_seq])
+    if (at >= 0 and not is_done) or incident.failed.get(lane.members[place]) == at:
+        return f"#{last} {incident.word_of(lane.members[place], at)}"
+    return f"#{last} {GLYPHS[DONE if is_done else PENDING].label}"
 
 
 def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:

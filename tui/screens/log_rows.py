@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from titan_ckpt.debug.incident.records import RankLog
 from titan_ckpt.debug.incident.waits import logs_ahead_s
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
@@ -16,6 +17,7 @@ from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_text, row
 
 ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
 _SCAN_LINES = 1 << 16
+_AFTER_MS = 1000  # a rank may log on for so long after another one began to wait
 _WIDE, _NARROW, _KEPT_LINES = 110, 60, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
 # What stands before a message: a date, a time, a rank, a level, or torch's own prefix with its process and line.
@@ -103,8 +105,8 @@ def shortened(text: str, width: int) -> str:
 
 
 def last_line(rows: LogRows, incident: Incident) -> int | None:
-    """The last line of the rank at fault at or before the stop, its own if that is later: what follows tells of the dump and the
-    shutdown. Of a slow job the last one about a step."""
+    """The last line of the rank at fault at or before the stop, its own if that is later, or within a second: what follows tells
+    of the dump and the shutdown. Of a slow job the last one about a step."""
     if incident.culprit is None:
         return None
     log = incident.run.ranks[incident.culprit].log if incident.culprit in incident.run.ranks else None
@@ -112,4 +114,14 @@ def last_line(rows: LogRows, incident: Incident) -> int | None:
         return rows.index.line_at(log.source, log.last_step_line)
     steps = log.step_times.values() if log is not None else ()
     stop_s = max([incident.began_ns / 1e9 + logs_ahead_s(incident.run), *steps])
-    return rows.last_of(incident.culprit, int(stop_s * 1000) if incident.began_ns and not incident.is_slow else None)
+    if not incident.began_ns or incident.is_slow:
+        return rows.last_of(incident.culprit, None)
+    last, later = (rows.last_of(incident.culprit, int(stop_s * 1000) + after_ms) for after_ms in (0, _AFTER_MS))
+    return later if last is None or later is None else _last_calm(rows.index, log, last, later)
+
+
+def _last_calm(index: LogIndex, log: RankLog | None, first: int, last: int) -> int:
+    """The last of some lines before one of them warns, or tells of an error or a signal."""
+    told = {index.line_at(event.source, event.line) for event in (log.events if log is not None else ())}
+    lines = range(first + 1, last + 1)
+    return next((line - 1 for line in lines if index.level[line] >= WARNING or line in told), max(first, last))

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
-from titan_ckpt.debug.report.facts import ended, stopped
+from titan_ckpt.debug.report.facts import commands, ended, stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
 from titan_ckpt.tui.data.runs import UNUSABLE
@@ -280,9 +280,10 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
     if incident.edges and top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING):
         yield head("who waited for whom" if incident.is_slow else "who waits for whom")
         yield from _chain_rows(incident, width)
-    if top.next_steps:
+    steps = (*top.next_steps, *(() if top.is_healthy else commands(incident.run, top)))
+    if steps:
         yield head("what to do")
-    for number, step in enumerate(top.next_steps, 1):
+    for number, step in enumerate(steps, 1):
         for line in wrapped(f"  {number}. {step}", width, "     "):
             yield row(line)
 

@@ -9,6 +9,7 @@ from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.debug.incident.waits import Wait
+from titan_ckpt.tui.data.grid import ENDED, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
@@ -31,6 +32,7 @@ from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_WAITERS = 200
 LEAST_FOLDED = 5
+_ENDED = ((" open when recorded,", 5), (f" {GLYPHS[ENDED].label}", 1))  # `ENDED_TEXT`, as the parts of `with_place`
 
 
 class WaitsPane(Pane):
@@ -117,7 +119,13 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
         if len(group) >= LEAST_FOLDED:
             state, wait = incident.states[group[0]], alone.get(group[0])
             glyph = SITUATIONS[state.kind]
-            what = f"wait in {wait.text}" if wait is not None else glyph.label
+            what = (
+                glyph.label
+                if wait is None
+                else f"{wait.text} {ENDED_TEXT}"
+                if incident.is_over
+                else f"wait in {wait.text}"
+            )
             start = f"{glyph.char} {len(group):,} ranks: "
             text = _fitting([(f"{ranks_text(group, 3)} · {what}", 0)], state.frame, width - len(start) - 2)
             yield row("  ", (start, glyph.role), text, link=RowLink(screen=2, rank=group[0]))
@@ -213,6 +221,8 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
         op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
         return [(f"failed in {op.op} #{op.seq}", 0), *group]
     number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
+    if incident.is_over:
+        return [(f"{_operation(incident, edge)}{number}", 0), *_ENDED, *group, *sure]
     verb = "waited" if incident.is_slow else "waits"
     return [(f"{verb} in ", 1), (f"{_operation(incident, edge)}{number}", 0), *group, *sure]
 
@@ -234,7 +244,7 @@ def _rank_row(
     if edge is None and pending is None and state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P):
         pending = incident.wait_of.get(rank)
     glyph = SITUATIONS[state.kind]
-    what = [(glyph.label, 0)] if pending is None else _pending_parts(pending)
+    what = [(glyph.label, 0)] if pending is None else _pending_parts(incident, pending)
     parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
     frame = state.frame if pending is None else _frame_of(pending)
     is_culprit = rank in incident.top.culprits
@@ -247,12 +257,15 @@ def _rank_row(
                at=(frame.file, frame.line) if frame else None)  # fmt: skip
 
 
-def _pending_parts(wait: Wait) -> list[tuple[str, int]]:
+def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     """An operation that did not end, as the parts of `with_place`."""
     op = wait.operation
     number = f" #{op.seq}" if op.seq >= 0 else ""
     what = " ".join(part for part in (op.sizes, op.dtypes) if part)
-    return [("waits in ", 1), (f"{op.op}{number}", 0), (f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
+    rest = [(f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
+    if incident.is_over:
+        return [(f"{op.op}{number}", 0), *_ENDED, *rest]
+    return [("waits in ", 1), (f"{op.op}{number}", 0), *rest]
 
 
 def _frame_of(wait: Wait) -> Frame | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual import events, on
@@ -16,7 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.scrollbar import ScrollDown, ScrollTo, ScrollUp
 from textual.strip import Strip
 
-from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_secrets
+from titan_ckpt.tui.rows import Role, Row, RowList, Rows, without_number, without_secrets
 from titan_ckpt.tui.widgets.looks import looks_of
 
 MARK, NO_MARK = "▸ ", "  "
@@ -122,12 +123,15 @@ class LineView(ScrollView, can_focus=True):
         return strip.apply_style(self._ground + looks.cursor if is_cursor else self._ground)
 
     def _visible(self, body: Strip, width: int, styles: Mapping[Role, Style]) -> Strip:
-        """The part of a line that fits, with a mark at each end where more of it is."""
+        """The part of a line that fits, with a mark at each end where more of it is; no number is cut."""
         room = width - len(MARK)
         left = Strip([Segment(MORE_LEFT, styles[Role.DIM])]) if self.shift and body.cell_length else Strip([])
         is_cut = body.cell_length > self.shift + room
         right = Strip([Segment(MORE_RIGHT, styles[Role.DIM])]) if is_cut else Strip([])
-        middle = body.crop(self.shift + left.cell_length, self.shift + room - right.cell_length)
+        start, end = self.shift + left.cell_length, self.shift + room - right.cell_length
+        middle = body.crop(start, end)
+        if is_cut:
+            middle = middle.crop(0, cell_len(without_number(middle.text, body.crop(end).text)))
         strip = Strip([*left, *middle])
         return Strip([*strip.adjust_cell_length(room - right.cell_length, styles[Role.PLAIN]), *right])
 

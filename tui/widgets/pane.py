@@ -120,7 +120,10 @@ class Pane(Vertical):
         """Set the line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
         title = self.query_one(".title", OneLine)
-        title.show(" " + truncate(text, (title.size.width or self.app.size.width) - len(suffix) - 1) + suffix)
+        room = (
+            (title.size.width or self.app.size.width) - len(suffix) - 1 - self.has_parts
+        )  # a blank before their frame
+        title.show(" " + truncate(text, room) + suffix)
 
     # -- what a screen may override
 
