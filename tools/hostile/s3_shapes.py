@@ -213,8 +213,7 @@ _REFUSALS = [
     _refusal(409, "ConditionalRequestConflict", "A conflicting operation occurred during the request."),
     _refusal(412, "PreconditionFailed", "At least one of the preconditions did not hold."),
     _refusal(501, "NotImplemented", "A header that you provided implies functionality that is not implemented."),
-    # Without a body, as a HEAD's answer is, it is that of a missing object: no client can tell.
-    replace(_refusal(404, "NoSuchBucket", "The specified bucket does not exist."), operations=READS | WRITES | DOCUMENTS),
+    _refusal(404, "NoSuchBucket", "The specified bucket does not exist."),
 ]  # fmt: skip
 
 _OBJECTS = [
