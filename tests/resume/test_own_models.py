@@ -17,7 +17,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.trainer import ModelConfig, ModelSpec, decoder, run
-from tools.paths import EXAMPLES
+from tools.paths import EXAMPLES, ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +135,7 @@ def test_a_config_that_is_no_record_is_refused() -> None:
 @pytest.mark.dist
 def test_an_own_model_goes_on_bit_equal_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # the ranks import this file
     module = tmp_path / "like_decoder.py"
     module.write_text("from tests.resume.test_own_models import Numbers, like as model\ndata = lambda _: Numbers()\n")
     (tmp_path / "like.toml").write_text("[model]\n[data]\nseq_len = 16\n[train]\nglobal_batch_size = 4\n")
