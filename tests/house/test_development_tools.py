@@ -102,6 +102,18 @@ def test_a_missing_python_is_fetched(
     assert [(cell.state, detail in cell.detail) for cell in cells] == [(state, True)]
 
 
+def test_cells_of_an_earlier_run_are_not_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "debian-3.14"
+    (root / "usr" / "bin").mkdir(parents=True)
+    (root / "usr" / "bin" / "python3.14").touch()
+    (root / "cells.json").write_text("[]")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", _programs(tmp_path / "bin", debootstrap="", chroot="exit 1"))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(debian, "CERTIFICATES", tmp_path / "none.crt")
+    assert [cell.state for cell in debian.cells_of("3.14", tmp_path, [])] == [State.FAILED]
+
+
 def test_a_python_that_nobody_can_fetch_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert [cell.state for cell in debian.cells_of("3.14", tmp_path, [])] == [State.LEFT_OUT]

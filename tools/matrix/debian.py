@@ -29,6 +29,7 @@ def cells_of(minor: str, folder: Path, words: Sequence[str]) -> list[Cell]:
     copy_sources(ROOT, root / "work", compiled=False)
     if CERTIFICATES.exists():  # those that this machine trusts, which a company's registry may need
         shutil.copy2(CERTIFICATES, root / CERTIFICATES.relative_to("/"))
+    (root / "cells.json").unlink(missing_ok=True)  # of an earlier run
     command = [f"python{minor}", "-m", "tools.matrix", "--python", minor, "--json", "/cells.json", *words]
     inside = ["chroot", str(root), "sh", "-c", 'cd /work && exec "$@"', "sh", *command]
     subprocess.run(

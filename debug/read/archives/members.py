@@ -122,7 +122,6 @@ _OF_ZIP = (
     zlib.error,
     lzma.LZMAError,
     EOFError,
-    NotImplementedError,
     RuntimeError,
     ValueError,
     OSError,

@@ -185,7 +185,7 @@ def _is_own(error: Exception) -> bool:
 
 def _remedy(error: Exception) -> str:
     """What to do about an error of the system's."""
-    known = _REMEDIES[error.errno] if isinstance(error, OSError) and error.errno in _REMEDIES else None
+    known = _REMEDIES.get(error.errno or 0) if isinstance(error, OSError) else None
     return f"{known}, or leave upload_process out" if known else "leave upload_process out if it cannot be mended"
 
 
