@@ -113,7 +113,7 @@ _NO_TROUBLE = (EventKind.EXITED, EventKind.SIGTERM, EventKind.CANCELLED)
 
 
 def _lost_task(run: Run) -> Iterator[Verdict]:
-    """RANK_DIED for the one rank that JAX's coordination service lost, where nothing tells of trouble that may have done it."""
+    """RANK_DIED for the one rank that JAX's coordination service or Ray lost, where nothing tells of trouble that may have done it."""
     logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
     said = [
         event
@@ -131,7 +131,7 @@ def _lost_task(run: Run) -> Iterator[Verdict]:
     if len(ranks) == 1 < run.world_size and all(event.kind in _NO_TROUBLE for log in logs for event in log.events):
         yield _verdict(
             run, VerdictKind.RANK_DIED, ranks, said, Basis.EXIT_CODE_ALONE,
-            "died: it sent no heartbeat any more, and nothing shows an exception or the trouble of a peer",
+            "died: its process was lost, and nothing shows an exception or the trouble of a peer",
         )  # fmt: skip
 
 

@@ -72,12 +72,11 @@ def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
 
 
 def _is_new(meeting: Meeting, side: Side) -> bool:
-    """Whether nothing like it came before, from that line: then the past does not show whether it is right."""
+    """Whether it comes from a new line or was never issued: then the past does not show whether it is right."""
     before = history(meeting, side.ranks[0])
     site = call_site(meeting.run, side.operation)[:1]
-    if site:
-        return site not in [known[:1] for _, known in before]
-    return side.key not in [key for key, _ in before]
+    is_new_line = bool(site) and site not in [known[:1] for _, known in before]
+    return is_new_line or side.key not in [key for key, _ in before]
 
 
 def _strangeness(meeting: Meeting, side: Side) -> int:

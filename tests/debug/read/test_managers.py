@@ -99,7 +99,7 @@ NOTES = {
     ),
     "Ray, died": (
         "(raylet, ip=10.0.0.4) A worker died or was killed while executing a task by an unexpected system error. "
-        "Worker PID: 4711 Worker exit type: SYSTEM_ERROR", EventKind.EXITED, {"pid": "4711", "host": "10.0.0.4"},
+        "Worker PID: 4711 Worker exit type: SYSTEM_ERROR", EventKind.EXITED, {"pid": "4711", "host": "10.0.0.4", "is_lost": "1"},
     ),
     "journalctl -o export": (
         "__CURSOR=s=1\n__REALTIME_TIMESTAMP=1795312028123456\n_HOSTNAME=node17\n"

@@ -181,12 +181,13 @@ class Managers:
         if match := _RAY_OOM.search(text):
             yield Said(kind=EventKind.KILLED, values={"pid": match["pid"], "cause": "oom"})
         elif match := _RAY_DIED.search(text):
-            yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host})
+            yield Said(kind=EventKind.EXITED, values={"pid": match["pid"], "host": line.host, "is_lost": "1"})
         elif "died unexpectedly before" in text:
             self._actor, self._actor_lines = text.strip(), MOST_ACTOR_LINES
         elif match := _RAY_FIELD.match(text):
             self._actor_lines = 0
-            yield Said(kind=EventKind.EXITED, text=f"{self._actor} (pid {match['pid']})", values={"pid": match["pid"]})
+            values = {"pid": match["pid"], "is_lost": "1"}
+            yield Said(kind=EventKind.EXITED, text=f"{self._actor} (pid {match['pid']})", values=values)
 
     def docker(self, text: str, _line: Line) -> Iterator[Said]:
         """A row of `docker ps -a`, and what compose says of a service."""
