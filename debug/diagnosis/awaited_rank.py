@@ -178,7 +178,7 @@ def _in_collective(run: Run, state: Situation, edge: Edge) -> _Reason:
         return _Reason(
             verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.WAITS_FOR_UNRECORDED.confidence, text=text
         )
-    text = f"waits in {state.call or 'a collective'}{where}, for whom the evidence does not say"
+    text = f"waits in {state.call or 'a collective'}{where}; the evidence does not show for whom"
     return _Reason(verdict=VerdictKind.WAIT_CHAIN, confidence=Basis.UNKNOWN_WAIT.confidence, text=text)
 
 

@@ -97,10 +97,8 @@ class StackSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:
-    """A line of a log that was recognized. `rank` is -1 if the writer is not known.
-
-    The value `names` lists other ranks that the text names ("2" or "2,3"), `host` and `pid` the process that it is about.
-    """
+    """A line of a log that was recognized; rank -1 if the writer is not known. The value `names` lists other ranks that the text
+    names ("2" or "2,3"), `host` and `pid` the process that it is about."""
 
     kind: EventKind
     rank: int
@@ -108,8 +106,9 @@ class LogEvent:
     source: str
     line: int
     time_s: float | None = None
-    frame: Frame | None = None
+    frame: Frame | None = None  # the program's line
     values: Mapping[str, str] = field(default_factory=dict)
+    calls: tuple[Frame, ...] = ()  # of a traceback, most recent call first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,12 +101,13 @@ def test_what_all_completed_did_not_fail() -> None:
     assert load_incident(str(INCIDENTS / "sigkill")).failed == {}
 
 
-async def test_an_exception_is_shown_by_its_own_line() -> None:
+async def test_an_exception_is_shown_by_its_own_calls() -> None:
     found = await screens_of("exception", "136")
     for text in found.values():
         assert "faults.py:285" not in text
         assert "_dump" not in text
-    assert "line of its exception" in found["3"]
+    assert "stack of its exception" in found["3"]
+    assert "faults.py:280 <module>  [0-3]" in found["3"]
     rows = [row.text for row in rank_rows(load_incident(str(INCIDENTS / "exception")), 0, 80)]
     assert "stack of all_reduce #7, innermost call first" in rows
 

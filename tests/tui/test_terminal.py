@@ -67,7 +67,7 @@ def test_every_mark_is_there_with_and_without_colour(
 ) -> None:
     with opened("pty", INCIDENTS / "skip", tmp_path, COLORTERM="truecolor", **environment) as terminal:
         assert isinstance(terminal, PseudoTerminal)
-        screen = see(terminal, "waiting in a collective")
+        screen = see(terminal, "in a collective")
         for mark in ("▸ SKIPPED_COLLECTIVE", "[1 Overview]", "0w 1w 2! 3w", "culprit: rank 2"):
             assert mark in screen
         assert bool(hues(terminal.raw)) == is_coloured
@@ -216,7 +216,7 @@ def test_nothing_is_lost_on_any_terminal(name: str, size: tuple[int, int], tmp_p
 def test_a_terminal_of_16_colours_gets_its_own(name: str, tmp_path: Path) -> None:
     with opened("pty", INCIDENTS / "skip", tmp_path, TERM=name, COLORTERM="") as terminal:
         assert isinstance(terminal, PseudoTerminal)
-        see(terminal, "waiting in a collective")
+        see(terminal, "in a collective")
         terminal.press("q")
         assert terminal.ended_with() == 0
         assert b"\x1b[1;31;49m" in terminal.raw, "the culprit's mark is red"

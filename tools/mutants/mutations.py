@@ -85,7 +85,9 @@ def _mutations_of(node: ast.AST) -> Iterator[Mutation]:
             yield _replace(node, "boolean", str(not value))
         case ast.Constant(value=int(value)):
             yield _replace(node, "number", str(value + 1))
-        case ast.Return(value=ast.expr() as value) if not _is_none(value):
+        case ast.Return(value=ast.Constant(value=bool() | None)):
+            pass  # a flag is changed as a constant, and None in place of False changes nothing
+        case ast.Return(value=ast.expr()):
             yield _replace(node, "return None", "return None")
         case ast.If() | ast.While() | ast.IfExp() if not isinstance(node.test, ast.UnaryOp | ast.Compare | ast.BoolOp):
             yield _replace(node.test, "condition", f"(not ({ast.unparse(node.test)}))")
@@ -115,10 +117,6 @@ def _with(node: ast.expr, **fields: object) -> str:
     for name, value in fields.items():
         setattr(changed, name, value)
     return ast.unparse(changed)
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _is_text(node: ast.expr) -> bool:

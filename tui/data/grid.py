@@ -49,7 +49,8 @@ class Grid:
 
     Columns are sequence numbers from `first`, or time bins of `bin_ns` if that is not 0: the first one `first_ns` after the
     first operation, column `stop` where the last rank began to wait (-1: not among them). `stand`: the column of the operation
-    in which the group stands (-1: not among them). `operations`: the usual one of each column, where there are few columns.
+    in which the group stands (-1: not among them), `stand_op` its name. `operations`: the usual one of each column, where there
+    are few columns.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Grid:
     first_ns: int = 0
     stop: int = -1
     stand: int = -1
+    stand_op: str = ""
     operations: tuple[str, ...] = ()
     labels: Mapping[int, str] | None = None
 
@@ -71,8 +73,7 @@ class Grid:
     @property
     def stand_text(self) -> str:
         """The column in which the group stands, and its operation: `#7: all_reduce`."""
-        name = self.operations[self.stand] if self.stand < len(self.operations) else ""
-        return f"{self.column_text(self.stand)}{f': {name}' if name else ''}"
+        return f"{self.column_text(self.stand)}{f': {self.stand_op}' if self.stand_op else ''}"
 
     @cached_property
     def occurring(self) -> tuple[int, ...]:
@@ -109,15 +110,14 @@ def _usual_operations(run: Run, lane: Lane) -> tuple[str, ...]:
     """What most ranks issued under each number; () where there are too many numbers to name each."""
     if lane.row.shape[1] > _MOST_NAMED:
         return ()
-    names = []
-    for column in range(lane.row.shape[1]):
-        signature = lane.signature[:, column]
-        places = np.flatnonzero(
-            (signature >= 0) & (signature == usual_signature(signature)) & (lane.row[:, column] >= 0)
-        )
-        at = int(places[0]) if len(places) else -1
-        names.append(run.operation(lane.members[at], int(lane.row[at, column])).op if at >= 0 else "")
-    return tuple(names)
+    return tuple(usual_operation(run, lane, column) for column in range(lane.row.shape[1]))
+
+
+def usual_operation(run: Run, lane: Lane, column: int) -> str:
+    """What most ranks issued in a column; "" where that is not known."""
+    signature = lane.signature[:, column]
+    places = np.flatnonzero((signature >= 0) & (signature == usual_signature(signature)) & (lane.row[:, column] >= 0))
+    return run.operation(lane.members[places[0]], int(lane.row[places[0], column])).op if len(places) else ""
 
 
 def build_p2p_grid(run: Run, lane: Lane, missing: Mapping[int, int], different: Mapping[int, int]) -> Grid:

@@ -52,7 +52,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no evidence"),
     RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
     RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
-    RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="waiting in a collective"),
+    RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="in a collective"),
     RankState.IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label="shutting down"),
     RankState.FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
     RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),

@@ -149,7 +149,7 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     if at < 0:
         is_unknown = rank in lane.members and bool(lane.is_silent[lane.members.index(rank)])
         text, role = (
-            ("unknown: no record of this rank's", Role.WARN) if is_unknown else ("not issued by this rank", Role.BAD)
+            ("unknown: this rank left no record", Role.WARN) if is_unknown else ("not issued by this rank", Role.BAD)
         )
         text, role = ("not issued when this was recorded", Role.NOTE) if incident.is_slow else (text, role)
         yield from fact("operation", text, width, role)

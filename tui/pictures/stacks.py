@@ -22,13 +22,14 @@ class ShownStack:
 def stack_of(incident: Incident, rank: int) -> ShownStack | None:
     """The stack to show of a rank; None if none of its stacks says anything.
 
-    Of a rank that died: of the crash, or the line of its exception. Else where it hung, or how it issued what it waits in.
+    Of a rank that died: of the crash, or of its exception, or the line of that. Else where it hung, or how it issued what it
+    waits in.
     """
     record, state = incident.run.ranks.get(rank), incident.states.get(rank)
     if record is None or state is None:
         return None
     if state.kind == RankState.DEAD:
-        found = _of_crash(record) or _of_frame(state.frame) or _of_hang(record)
+        found = _of_crash(record) or _of_exception(record, state.frame) or _of_hang(record)
     else:
         found = (_of_stall(record) if incident.is_over else _of_hang(record)) or _of_operation(incident, rank)
     return found if found is not None and found.frames else None
@@ -46,8 +47,11 @@ def _of_crash(record: RankRecord) -> ShownStack | None:
     return ShownStack(name="stack of the crash", frames=program_frames(thread)) if thread is not None else None
 
 
-def _of_frame(frame: Frame | None) -> ShownStack | None:
-    return ShownStack(name="line of its exception", frames=(frame,)) if frame is not None else None
+def _of_exception(record: RankRecord, frame: Frame | None) -> ShownStack | None:
+    if frame is None:
+        return None
+    calls = next((event.calls for event in record.events if frame in event.calls), ())
+    return ShownStack(name="stack of its exception" if calls else "line of its exception", frames=calls or (frame,))
 
 
 def _of_hang(record: RankRecord) -> ShownStack | None:

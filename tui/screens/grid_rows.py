@@ -26,6 +26,7 @@ from titan_ckpt.tui.data.grid import (
     build_p2p_grid,
     reduce_row,
     row_starts,
+    usual_operation,
 )
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import different_halves, missing_halves
@@ -54,7 +55,9 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
         grid = build_p2p_grid(incident.run, lane, missing, different)
     if incident.is_over:
         grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = ENDED
-    return replace(grid, name=incident.name_of(lane), stand=stand)
+    is_named = not incident.is_p2p(lane) and 0 <= stand < lane.row.shape[1]
+    op = usual_operation(incident.run, lane, stand) if is_named else ""
+    return replace(grid, name=incident.name_of(lane), stand=stand, stand_op=op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,9 +110,8 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
                 if not incident.run.groups[lane.group].members]  # fmt: skip
         if seen:
             yield row()
-            yield from (
-                row((line, Role.DIM)) for line in wrapped(f"members as seen, not recorded: {', '.join(seen)}", width)
-            )
+            text = f"members are not recorded; shown are the ranks seen in: {', '.join(seen)}"
+            yield from (row((line, Role.DIM)) for line in wrapped(text, width))
     elif not incident.lanes:
         yield row("no operations recorded")
 

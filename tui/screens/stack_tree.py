@@ -22,9 +22,11 @@ def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Itera
     stacks = stacks_of(incident, members)
     yield from _node_rows(stacks, 0, 0, width)
     silent = [rank for rank in members if rank not in stacks]
-    if silent:
-        text, role = ("  no stack from before the end: ", Role.DIM) if incident.is_over else ("  no stack: ", Role.WARN)
-        yield row((text, role), ranks_named(silent))
+    late = [rank for rank in silent if incident.run.ranks[rank].stacks]
+    role = Role.DIM if incident.is_over else Role.WARN
+    for text, ranks in (("no stack", sorted(set(silent) - set(late))), ("no stack from before the end", late)):
+        if ranks:
+            yield row((f"  {text}: ", role), ranks_named(ranks))
 
 
 def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:

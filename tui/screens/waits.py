@@ -246,7 +246,9 @@ def _rank_row(
     glyph = SITUATIONS[state.kind]
     what = [(glyph.label, 0)] if pending is None else _pending_parts(incident, pending)
     parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
-    frame = state.frame if pending is None else _frame_of(pending)
+    wait = pending if pending is not None else incident.wait_of.get(rank)
+    frame = state.frame if pending is None else None
+    frame = frame if frame is not None or wait is None else _frame_of(wait)
     is_culprit = rank in incident.top.culprits
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),

@@ -113,7 +113,8 @@ _NO_TROUBLE = (EventKind.EXITED, EventKind.SIGTERM, EventKind.CANCELLED)
 
 
 def _lost_task(run: Run) -> Iterator[Verdict]:
-    """RANK_DIED for the one rank that JAX's coordination service or Ray lost, where nothing tells of trouble that may have done it."""
+    """RANK_DIED for the one rank that JAX's coordination service or Ray lost, where nothing tells of trouble that may have done
+    it."""
     logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
     said = [
         event

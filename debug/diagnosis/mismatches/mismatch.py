@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import is_library, user_frame
-from titan_ckpt.debug.incident.kinds import OperationState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, OperationState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
 
 
@@ -155,7 +155,7 @@ def _call_site_verdict(meeting: Meeting, start: int, blame: _Blame) -> Verdict:
 _TEXT = {
     VerdictKind.SKIPPED_COLLECTIVE: "{who} skipped {common} #{seq} of group {group}: it issued {deviant} while the others wait "
     "in {common}",
-    VerdictKind.ORDER_MISMATCH: "{who} issued {deviant} and {common} of group {group} in another order than the others "
+    VerdictKind.ORDER_MISMATCH: "{who} issued {deviant} and {common} of group {group} in a different order from the others "
     "(from #{seq})",
     VerdictKind.OP_MISMATCH: "{who} called {deviant} where the others called {common} (#{seq} of group {group})",
     VerdictKind.SIZE_MISMATCH: "{who} passed {deviant_sizes} elements to {common} #{seq} of group {group}, the others "
@@ -184,11 +184,20 @@ def _verdict(meeting: Meeting, reading: Reading, common: Side, deviant: Side, bl
         headline=_headline(meeting, reading, common, deviant, culprits),
         evidence=(
             *(_issued(run, side.ranks[0], side.operation, len(side.ranks)) for side in (deviant, common)),
+            *_unfit(run, reading),
             Evidence(text=why),
         ),
         chain=tuple((rank, culprits[0]) for rank in victims),
         next_steps=_advice(run, deviant.operation, common.operation),
     )
+
+
+def _unfit(run: Run, reading: Reading) -> Iterator[Evidence]:
+    """The first line of a log in which the communication library says that sizes did not fit."""
+    said = [event for record in run.ranks.values() for event in record.events if event.kind == EventKind.COMM_MISMATCH]
+    if said and reading.verdict == VerdictKind.SIZE_MISMATCH:
+        first = min(said, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank))
+        yield Evidence(text=first.text[:150], rank=first.rank, source=f"{first.source}:{first.line}")
 
 
 def _headline(meeting: Meeting, reading: Reading, common: Side, deviant: Side, culprits: tuple[int, ...]) -> str:
@@ -217,7 +226,7 @@ def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Eviden
     table = run.ranks[rank].operations
     later = (table["group"] == run.groups.index(operation.group)) & (table["p2p"] == 0) & (table["seq"] > operation.seq)
     has_returned = operation.state == OperationState.COMPLETED or (operation.retired and bool(later.any()))
-    state = "returned" if has_returned else "pending or failed"
+    state = "returned" if has_returned else "not completed"
     text = f"issued {_spelled(operation)} as #{operation.seq}{others}, {state}" + (
         f", in {frame.function}{_caller(operation, frame)}" if frame else ""
     )
@@ -233,9 +242,11 @@ def _caller(operation: Operation, frame: Frame) -> str:
 
 def _advice(run: Run, deviant: Operation, common: Operation) -> tuple[str, ...]:
     here, there = user_frame(deviant.frames, run.wrappers), user_frame(common.frames, run.wrappers)
-    places = " and ".join(frame.place for frame in dict.fromkeys((here, there)) if frame)
+    places = [frame.place for frame in dict.fromkeys((here, there)) if frame]
     return (
-        f"compare the two call sites: {places}"
+        f"compare the two call sites: {' and '.join(places)}"
+        if len(places) > 1
+        else f"compare what each rank passes at {places[0]}, and how it got there"
         if places
         else "run again with stack recording on, to get the call sites",
         "look for a branch there that depends on the rank or on rank-local data (overflow, empty batch, `if rank == 0`)",

@@ -241,9 +241,9 @@ class Stream:
         return match if (match := _RAISED.match(text)) and (_ERROR_NAME.search(match.group(1)) or self.frames) else None
 
     def _keep(self, number: int, text: str, kind: EventKind, values: dict[str, str], is_raised: bool) -> None:
-        frame = None
+        frame, calls = None, tuple(reversed(self.frames or ())) if is_raised else ()
         if is_raised:
-            frame = user_frame(reversed(self.frames or ()))
+            frame = user_frame(calls)
             is_told = self.chained and values.get("type", "").rpartition(".")[2] in REQUESTED_ENDS
             if is_told and self._ended_in(frame, values["type"]):
                 return
@@ -254,7 +254,7 @@ class Stream:
         self.add(
             LogEvent(
                 kind=kind, rank=self.rank, text=text.strip()[:400], source=self.source, line=number, time_s=self.time_s,
-                frame=frame, values=values,
+                frame=frame, values=values, calls=calls,
             )
         )  # fmt: skip
 

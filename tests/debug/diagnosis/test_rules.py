@@ -116,7 +116,7 @@ def test_both_sides_of_a_mismatch_say_whether_theirs_returned() -> None:
     top = diagnose(job("0 1: all_reduce@1 all_reduce@2?\n2: all_reduce@1 broadcast@3 all_reduce@2?"))[0]
     assert [item.text for item in top.evidence[:2]] == [
         "issued broadcast(4, Float) as #2, returned, in step",
-        "issued all_reduce(4, Float) as #2 (and 1 more rank), pending or failed, in step",
+        "issued all_reduce(4, Float) as #2 (and 1 more rank), not completed, in step",
     ]
 
 

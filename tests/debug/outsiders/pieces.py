@@ -1,0 +1,94 @@
+"""Evidence that others made who know the documents and not the code: `python -m tests.debug.outsiders.pieces` pins the verdicts.
+
+`tests/data/outsiders.tar.xz` holds it, with truth.json: the ranks at fault (or `none`, `subset:1,2`, `not:0`, `none_or:1` and the
+like), the verdicts that are right, and whether "undecided" is honest (`soft`). `tests/data/incidents.tar.xz` holds the 135 pieces
+of `test_world`. `tests/data/verdicts.txt` has what `debug` says of each: a line per verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from titan_ckpt.debug import Verdict, diagnose, open_run
+from tools.paths import DATA
+
+ARCHIVES = {"outsiders": "truth.json", "incidents": "MANIFEST.json"}
+PINNED = DATA / "verdicts.txt"
+_HEAD = "== "
+
+
+def unpack(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """All pieces below `folder`: name to path and truth."""
+    pieces = {}
+    for name, truths in ARCHIVES.items():
+        with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+            archive.extractall(folder / name, filter="data")
+        for piece, truth in json.loads((folder / name / truths).read_text()).items():
+            pieces[f"{name}/{piece}"] = (folder / name / piece / truth.get("file", ""), truth)
+    return pieces
+
+
+def told(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts, a line each, and all of the first one but its evidence's texts."""
+    return "\n".join((*(_line(verdict) for verdict in verdicts), *_rest(verdicts[0])))
+
+
+def _line(verdict: Verdict) -> str:
+    ranks = " ".join(
+        f"{name} {','.join(map(str, found))}"
+        for name, found in (("of", verdict.culprits), ("suspects", verdict.suspects), ("victims", verdict.victims))
+        if found
+    )
+    kind = f"{verdict.verdict}/{verdict.subtype}" if verdict.subtype else f"{verdict.verdict}"
+    return f"{kind} {verdict.confidence:.2f} {ranks}: {' '.join(verdict.headline.split())[:200]}"
+
+
+def _rest(verdict: Verdict) -> Iterator[str]:
+    yield f"  at {verdict.group} {verdict.seq} {verdict.op} {verdict.step} {verdict.signal} {verdict.file}:{verdict.line}"
+    yield "  waits " + " ".join(f"{waiter}>{awaited}" for waiter, awaited in verdict.chain[:40])
+    for evidence in verdict.evidence:
+        yield f"  by {evidence.rank} {evidence.source} {evidence.file}:{evidence.line} {evidence.text[:60]!r}"
+    for step in verdict.next_steps:
+        yield f"  do {step[:60]}"
+
+
+def pinned() -> dict[str, str]:
+    """What was said of each piece."""
+    parts = PINNED.read_text().split(f"\n{_HEAD}")
+    return {head: text.strip("\n") for head, _, text in (part.partition("\n") for part in parts if part.strip())}
+
+
+def outcome(verdict: Verdict, truth: Mapping[str, Any]) -> str:
+    """right, kind (right ranks, another verdict), undecided, accused (an innocent rank) or healthy (of a hang)."""
+    ranks, accused = truth["ranks"], set(verdict.culprits)
+    if verdict.verdict in ("HEALTHY", "RUNNING") and verdict.verdict not in truth["verdict"]:
+        return "healthy"
+    if (isinstance(ranks, str) and _agrees(ranks, accused)) or accused == set(ranks):
+        return "right" if verdict.verdict in truth["verdict"] else "kind"
+    return "undecided" if not isinstance(ranks, str) and accused < set(ranks) else "accused"
+
+
+def _agrees(rule: str, accused: set[int]) -> bool:
+    name, _, text = rule.partition(":")
+    listed = {int(rank) for rank in text.split(",") if rank}
+    return {
+        "none": not accused, "none_or_all": len(accused) != 1, "none_or_hosts": accused <= set(range(8, 16)),
+        "not": not accused & listed, "subset": accused <= listed, "none_or": accused <= listed,
+    }[name]  # fmt: skip
+
+
+def main() -> None:
+    """Write the verdicts of today."""
+    with TemporaryDirectory() as folder:
+        pieces = unpack(Path(folder))
+        texts = [f"{_HEAD}{name}\n{told(diagnose(open_run(str(path))))}\n" for name, (path, _) in pieces.items()]
+    PINNED.write_text("\n" + "\n".join(texts).replace(folder, "."))
+
+
+if __name__ == "__main__":
+    main()
