@@ -63,6 +63,12 @@ def pinned() -> dict[str, str]:
     return {head: text.strip("\n") for head, _, text in (part.partition("\n") for part in parts if part.strip())}
 
 
+def part_of(name: str) -> str:
+    """The set and the first letter of a piece."""
+    folder, _, piece = name.removesuffix("/").partition("/")
+    return f"{folder}/{piece.partition('/')[0]}/{piece.partition('/')[2][:1]}"
+
+
 def outcome(verdict: Verdict, truth: Mapping[str, Any]) -> str:
     """right, kind (right ranks, another verdict), undecided, accused (an innocent rank) or healthy (of a hang)."""
     ranks, accused = truth["ranks"], set(verdict.culprits)
@@ -87,7 +93,7 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         pieces = unpack(Path(folder))
         texts = [f"{_HEAD}{name}\n{told(diagnose(open_run(str(path))))}\n" for name, (path, _) in pieces.items()]
-    PINNED.write_text("\n" + "\n".join(texts).replace(folder, "."))
+    PINNED.write_text("\n" + "\n".join(texts))
 
 
 if __name__ == "__main__":
