@@ -190,7 +190,7 @@ def hidden_shape(spec: ModelSpec, x: Tensor, fields: Fields) -> tuple[int, ...]:
     block = plan_of(spec).blocks[0]
     module.get_submodule(block).register_forward_pre_hook(stop, with_kwargs=True)
     taken = {name: value.to("meta") for name, value in fields.items() if name in spec.inputs}
-    if "documents" in taken and "positions" in taken:  # under cp those of the whole sequence, for attention that is not built here
+    if "documents" in taken and "positions" in taken:  # under cp those of the whole sequence
         taken["documents"] = taken["documents"][:, : taken["positions"].shape[1]]
     try:
         with torch.no_grad():
