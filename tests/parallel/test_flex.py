@@ -23,7 +23,9 @@ from tools.training.mesh_cases import mesh
 WITHIN = 1e-5
 CASES = {
     "documents, window": CurveCase(model=EVERYTHING, has_documents=True, steps=6),
-    "sinks": CurveCase(model=GPT_OSS, has_documents=True, steps=4),  # longer, and rounding sends tokens to other experts
+    "sinks": CurveCase(
+        model=GPT_OSS, has_documents=True, steps=4
+    ),  # longer, and rounding sends tokens to other experts
 }
 MESHES = {
     "cp x fsdp": {"cp": 2, "cp_method": "all_gather"},
