@@ -12,6 +12,8 @@ import time
 import tty
 from pathlib import Path
 
+from rich.console import Console
+
 from titan_ckpt.tui import themes
 
 ANSWER_S = 0.25
@@ -19,7 +21,6 @@ _ASK = b"\x1b]11;?\x1b\\\x1b[c"  # the background, then what every terminal answ
 _COLOUR = re.compile(rb"\x1b\]11;rgba?:([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})/([0-9a-fA-F]{1,4})")
 _LAST = re.compile(rb"\x1b\[\?[\d;]*c")
 UNUSABLE = ("dumb", "unknown")  # values of TERM: the cursor cannot be moved
-_POOR = ("linux", "vt100", "vt220", "ansi", "cons25")
 
 
 def fitting_theme(answer: float | None) -> str:
@@ -27,10 +28,9 @@ def fitting_theme(answer: float | None) -> str:
 
     `answer`: the lightness of the background as the terminal says, else COLORFGBG counts (rxvt and Konsole set it).
     """
-    name = os.environ.get("TERM", "")
-    has_few = name in _POOR or name.endswith("-16color")
+    has_few = Console(force_terminal=True).color_system in (None, "standard")  # as Rich, which draws, sees TERM and COLORTERM
     is_light = answer > 0.5 if answer is not None else os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
-    if (has_few and not os.environ.get("COLORTERM")) or "NO_COLOR" in os.environ:
+    if has_few or "NO_COLOR" in os.environ:
         return "ansi-light" if is_light else "ansi-dark"
     return (themes.LIGHT if is_light else themes.DARK).name
 
