@@ -26,6 +26,7 @@ from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many
+from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import unmet_pairs
 from titan_ckpt.debug.diagnosis.no_culprit import (
     healthy,
     looks_quiet,
@@ -150,7 +151,10 @@ def _faults(
         yield from by_witnesses(run, states)
     elif not mismatches:
         yield from sizes_in_logs(run, states)
-    if run.ranks and all(state.kind == RankState.IN_P2P for state in states.values()) and not ends.cycles:
+    unmet = [*unmet_pairs(run, states)]
+    yield from unmet
+    is_all = run.ranks and all(state.kind == RankState.IN_P2P for state in states.values())
+    if is_all and not (unmet or ends.cycles):
         yield _everybody_in_p2p(states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():

@@ -16,6 +16,9 @@ from titan_ckpt.debug.incident.records import Evidence, Group, RankRecord, Run, 
 from titan_ckpt.debug.incident.waits import pending
 
 
+_CALL = "init_process_group"
+
+
 def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """PG_INIT_HANG when ranks sit in init_process_group or new_group; culprits are those who are not there."""
     waiting = [rank for rank, state in states.items() if state.kind == RankState.IN_INIT and not _is_over(run, state)]
@@ -31,14 +34,16 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     if (behind := _behind(run, waiting, others)) is not None:
         yield _passed_over(behind, waiting, states)
         return
+    came = () if has_run else tuple(rank for rank in others if _has_come(run.ranks[rank]))
+    if came and not set(others) - set(came):
+        yield _lost_each_other(waiting, came, states)
+        return
+    waiting, others = [*waiting, *came], tuple(rank for rank in others if rank not in came)
     named = tuple(rank for rank in sorted(awaited) if rank in others)
     seen = tuple(rank for rank in others if not is_absent(run.ranks[rank]))
     culprits = named or _fewer_in_init(waiting, others, states) or seen or others
     if not named and not seen:
         culprits = ()  # nothing was collected of any of them
-    if not has_run and any(_has_come(run.ranks[rank]) for rank in culprits):
-        yield _lost_each_other(waiting, culprits, states)
-        return
     if any(_has_gone_on(run, rank, waiting) for rank in culprits):
         yield _out_of_step(run, waiting, culprits, states)
         return
@@ -85,9 +90,12 @@ def _never_came(
 
 
 def _has_come(record: RankRecord) -> bool:
-    """Whether a rank was in init_process_group too: it issued operations since, or failed in there."""
-    failed = (event.values.get("call", "") for event in record.events if "type" in event.values)
-    return len(record.operations) > 0 or any(call in INIT for call in failed)
+    """Whether a rank was in init_process_group too: it issued operations since, failed in there, or last logged that it calls it."""
+    failed = [event for event in record.events if "type" in event.values]
+    lines = [frame.text for event in failed for frame in event.calls]
+    last = record.log.tail[-1] if record.log is not None and record.log.tail else ""
+    has_failed_in_it = any(event.values.get("call", "") in INIT for event in failed)
+    return len(record.operations) > 0 or has_failed_in_it or any(_CALL in text for text in (*lines, last))
 
 
 def _lost_each_other(waiting: Sequence[int], came: Sequence[int], states: Mapping[int, Situation]) -> Verdict:

@@ -17,7 +17,7 @@ from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent
 from titan_ckpt.debug.read.log_names.places import offsets
 from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
 from titan_ckpt.debug.read.text.endings import Ending, Note
-from titan_ckpt.debug.read.text.job_text import JobText, Writer
+from titan_ckpt.debug.read.text.job_text import OWN, JobText, Writer
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
 from titan_ckpt.debug.read.text.schedulers.tasks import tasks_of
 from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
@@ -138,7 +138,7 @@ class _Who:
     def rank(self, writer: Writer) -> int:
         """The rank of a writer, -1 where it is not known."""
         kind, place, number = writer
-        if kind == "rank":
+        if kind in ("rank", OWN):
             return number if number <= MAX_RANK else -1
         if writer in self.links:
             return self.links[writer]

@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.read.text.job_text import NOBODY, JobText
+from titan_ckpt.debug.read.text.job_text import NOBODY, OWN, JobText
 from titan_ckpt.debug.read.text.streams import Stream
 
 MOST_TEXTS = 65_536
@@ -32,20 +32,33 @@ _NO_RANKS = re.compile(
 def name_ranks(texts: Sequence[JobText]) -> None:
     """Give the lines of logs to the ranks that introduce themselves in them, or of numbered logs to the ranks of these numbers,
     where no name and no other line says otherwise."""
-    if any(writer[0] in _PLACES for text in texts for writer in text.writers) or any(map(_is_launchers, texts)):
+    if any(map(_is_launchers, texts)):
         return
-    own = {text.introduced: text for text in texts if text.introduced is not None}
-    if len(own) == len(texts) > 1 and set(own) == set(range(len(own))):
-        for rank, text in own.items():
-            text.writers[("rank", "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))
-        return
+    introduced = [text for text in texts if text.introduced is not None]
+    own = {text.introduced: text for text in introduced if text.introduced is not None}
+    is_whole = 1 < len(own) == len(introduced) and set(own) == set(range(len(own)))
+    has_places = any(writer[0] in _PLACES for text in texts for writer in text.writers)
+    if is_whole and len(own) == len(texts) or has_places or not _have_numbers(texts):
+        _give_own_texts(own if is_whole else {})
+
+
+def _give_own_texts(own: Mapping[int, JobText]) -> None:
+    """Give each text to the one rank that introduces itself in it, where no other rank writes there."""
+    for rank, text in own.items():
+        if set(text.writers) <= {NOBODY, ("rank", "", rank)}:
+            text.writers[(OWN, "", rank)] = text.writers.pop(NOBODY, Stream(source=text.source))
+
+
+def _have_numbers(texts: Sequence[JobText]) -> bool:
+    """Give numbered logs to the ranks of their numbers; whether they have such."""
     complete = _numbered(texts, _NAMES, depth=1) or _numbered(texts, _FOLDERS, depth=2) or _introduced(texts)
     if len(complete) != 1 or _is_denied(complete[0]):
-        return
+        return False
     if _are_introduced(complete[0]) or _are_of_launchers(complete[0]) or _are_side_by_side(complete[0]):
         for number, of_number in complete[0].items():
             for text in of_number:
                 text.writers[("rank", "", number)] = text.writers.pop(NOBODY, Stream(source=text.source))
+    return True
 
 
 def _introduced(texts: Sequence[JobText]) -> list[dict[int, list[JobText]]]:
@@ -82,11 +95,15 @@ def _is_launchers(text: JobText) -> bool:
     return text.endings.is_elastic or text.endings.has_launcher
 
 
+_FIRST = re.compile(r"(?i:master|chief|head|launcher)[._-]?#")
+
+
 def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, list[JobText]]]:
-    """The logs of a folder by their number, if each form of name counts from 0 without a gap; [] else."""
+    """The logs of a folder by their number, if each form of name counts from 0 without a gap; [] else, or beside the log of a
+    process that is none of these, such as `job-master-0.log`."""
     found: defaultdict[int, list[JobText]] = defaultdict(list)
     forms = [of_name for of_name in by_name.values() if len(of_name) > 1]
-    if not forms or any(set(of_name) != set(range(len(forms[0]))) for of_name in forms):
+    if not forms or any(map(_FIRST.search, by_name)) or any(set(of_name) != set(range(len(forms[0]))) for of_name in forms):
         return []
     for of_name in forms:
         for number, text in of_name.items():

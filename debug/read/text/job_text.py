@@ -21,6 +21,7 @@ Writer = tuple[
     str, str, int
 ]  # what kind of number, where it counts, the number: ("rank", "", 3), ("local", host, 0), ("pid", host, 12)
 NOBODY: Writer = ("job", "", -1)
+OWN = "own"  # the kind of writer of the lines without a prefix in a file of one rank
 MAX_WRITERS = 200_000
 
 
@@ -69,10 +70,12 @@ class JobText:
         if self.began_s is None:
             self.began_s = line.time_s
         writer = self._writer(line)
-        if writer[0] != "rank" and "ank" in line.text:
+        if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
             writer = self._named_inside(line, writer)
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
+        elif "pid" in line.text and writer[0] == "rank" and (match := _STARTED.search(line.text[:200])):
+            self.links.setdefault(("pid", "", int(match["pid"] or match["first"])), writer[2])
         told = self._told.owner(line, self.endings.found)
         if told is not None:
             self.links.setdefault(told, told[2])
@@ -227,7 +230,11 @@ _RANK = r"\b(?:[Gg]lobal[ _]?|GLOBAL_)?(?:[Rr]ank|RANK)[ =:]{1,3}(?P<rank>\d{1,6
 _PID = r"\bpid[ =:]{1,3}"
 _INTRODUCED = re.compile(
     rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
-    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?:local[ _]rank|world[ _]size))"
+    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
+)
+# What a rank says of itself behind its number: `host a3 pid 4711 started`, `pid 4711 started`.
+_STARTED = re.compile(
+    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|{_PID}(?P<first>\d{{2,9}}),? started\b"
 )
 # A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
 _ON_HOST = re.compile(

@@ -108,6 +108,10 @@ def _fields_of_record(line: Line, match: re.Match[str]) -> None:
     line.level = next((field for field in match[0].split(" - ") if field.strip("- ") in _LEVELS), "").strip("- ")
 
 
+def _level(line: Line, match: re.Match[str]) -> None:
+    line.level = match["level"]
+
+
 def _nothing(_line: Line, _match: re.Match[str]) -> None:
     return
 
@@ -152,6 +156,7 @@ _DASH: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
 )
 _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
+    ("[", re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}(?=\[[Rr][Aa][Nn][Kk][ _:=-]?\d)"), _level),
     (" [rank=", re.compile(r"[0-9a-f]{8} (?=\[rank=)"), _nothing),
     (
         ".py:",
