@@ -41,7 +41,7 @@ from titan_ckpt.debug.diagnosis.no_culprit import (
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
-from titan_ckpt.debug.diagnosis.standstill import is_beginning, is_not_yet, pace_of_live
+from titan_ckpt.debug.diagnosis.standstill import ended_in_wait, is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.told_waits import MAX_CHAIN, with_told_chain
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
@@ -91,7 +91,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
-        ranked = [running(pace, ranked[0])]
+        ranked = [ended_in_wait(pace, ranked[0]) if pace.is_long_for_told else running(pace, ranked[0])]
     ranked[0] = with_told_chain(run, edges, ranked[0])
     return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from titan_ckpt.debug.incident.busy_with import last_words
+from titan_ckpt.debug.incident.busy_with import last_words, speaks_of_others
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind, RankState, Subtype
@@ -298,7 +298,9 @@ def _is_end(record: RankRecord, event: LogEvent) -> bool:
 def _is_unclear_abort(record: RankRecord) -> bool:
     """Whether SIGABRT ended it, and its log does not rule out that a library did that."""
     is_aborted = record.exit is not None and signal_of(record.exit.code) == signal.SIGABRT
-    return is_aborted and (_was_aborted(record) or record.log is None)
+    has_stuck_watchdog = any(event.kind == EventKind.HEARTBEAT for event in record.events)
+    is_of_others = speaks_of_others(record) and not has_stuck_watchdog
+    return is_aborted and (_was_aborted(record) or record.log is None or is_of_others)
 
 
 def _killed(record: RankRecord, ended: Exit, number: int) -> Situation:

@@ -11,9 +11,10 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import is_last_word
 from titan_ckpt.debug.incident.kinds import STALL, EventKind, FlagKind, VerdictKind
-from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Verdict
 from titan_ckpt.debug.incident.waits import looked_at_ns, pending
 
 LEAST_STANDSTILL_S = 10.0
@@ -39,6 +40,11 @@ class Pace:
     waited_s: float
     limit_s: float
     is_told: bool = False  # the evidence is of the moment at which all ranks were told to end
+
+    @property
+    def is_long_for_told(self) -> bool:
+        """Whether ranks that were told to end had waited for as long as a hang may take to be noticed."""
+        return self.is_told and self.waited_s >= LEAST_STANDSTILL_S
 
 
 def pace_of_live(run: Run, edges: Sequence[Edge]) -> Pace | None:
@@ -134,3 +140,15 @@ def is_not_yet(verdict: Verdict) -> bool:
     """Whether a verdict says only that something has not come yet."""
     is_order = verdict.verdict in (VerdictKind.SKIPPED_COLLECTIVE, VerdictKind.ORDER_MISMATCH)
     return verdict.verdict in NOT_YET or (is_order and verdict.seq is None)
+
+
+def ended_in_wait(pace: Pace, suspected: Verdict) -> Verdict:
+    """INSUFFICIENT_DATA on a job that was ended in a long wait, though not in one that only a hang explains."""
+    waited = f"the newest wait had lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
+    return Verdict(
+        verdict=VerdictKind.INSUFFICIENT_DATA, suspects=suspected.culprits or suspected.suspects, victims=suspected.victims,
+        group=suspected.group, seq=suspected.seq, op=suspected.op, confidence=Basis.UNDECIDED.confidence,
+        headline=f"all ranks were told to end (SIGTERM) in a wait that may have been a hang; if it was: {suspected.headline}",
+        evidence=(Evidence(text=waited), *suspected.evidence[:4]), chain=suspected.chain,
+        next_steps=("find out who sent SIGTERM: a person, a time limit, a preemption", *suspected.next_steps),
+    )  # fmt: skip

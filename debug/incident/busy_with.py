@@ -117,6 +117,30 @@ def _own_lines(record: RankRecord) -> list[str]:
     return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]
 
 
+# What a program's own watchdog or handler says as it ends a rank that waited for others, or lost one.
+_OF_OTHERS = re.compile(
+    r"tim(?:ed?[ _-]?out|eout)|watchdog|no progress|\bhang|\bhung\b|stall|stuck|heartbeat|\bpeers?\b|\bnccl\b|unreachable"
+    r"|\b(?:others?|some|any|another|remote) (?:rank|worker|process|host|node)|(?:lost|closed|reset|broken) connection"
+    r"|connection\b.{0,40}(?:lost|closed|reset|broken|refused)",
+    re.IGNORECASE,
+)
+_RANK = re.compile(r"\brank[ _=:#]{0,2}(\d{1,6})\b", re.IGNORECASE)
+LAST_LINES = 3
+
+
+def tells_of_others(line: str) -> bool:
+    """Whether a line tells of a hang, of a lost connection or of other ranks."""
+    return _OF_OTHERS.search(line) is not None
+
+
+def speaks_of_others(record: RankRecord) -> bool:
+    """Whether a rank's last lines tell of a hang, a lost connection or another rank: it may have ended for that."""
+    log = record.log
+    lines = (*log.tail[-LAST_LINES:], log.error_end or "") if log is not None else ()
+    named = {int(rank) for line in lines for rank in _RANK.findall(line)}
+    return bool(named - {record.rank}) or any(map(tells_of_others, lines))
+
+
 def last_words(record: RankRecord) -> tuple[Evidence, ...]:
     """The last line that the program itself logged."""
     lines = _own_lines(record)

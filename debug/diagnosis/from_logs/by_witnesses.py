@@ -46,6 +46,7 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         for rank in others
         if rank not in present and _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
+    suspects = [rank for rank in suspects if rank not in _collectors(run)] or suspects
     cut_off = [rank for rank in suspects if _was_cut_off(run.ranks[rank], states[rank])]
     if len(cut_off) < len(suspects):
         suspects = [rank for rank in suspects if rank not in cut_off]
@@ -58,6 +59,15 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         yield from (replace(one, confidence=one.confidence * EQUALLY) if is_open else one for one in found)
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from deviant(run, witnesses, states)
+
+
+_COLLECTOR = re.compile(r"reached monitoredBarrier, but received errors while waiting for send/recv from rank (\d{1,6})")
+
+
+def _collectors(run: Run) -> set[int]:
+    """The ranks that monitoredBarrier counts the others on (rank 0 of a group): its errors name them on all other ranks."""
+    texts = (event.text for record in run.ranks.values() for event in record.events)
+    return {int(match[1]) for text in texts if (match := _COLLECTOR.search(text))}
 
 
 def _raised_before(run: Run, witnesses: Sequence[int]) -> Iterator[Verdict]:

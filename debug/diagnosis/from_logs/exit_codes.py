@@ -9,7 +9,7 @@ from signal import SIGTERM
 
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
-from titan_ckpt.debug.incident.busy_with import last_words
+from titan_ckpt.debug.incident.busy_with import last_words, speaks_of_others, tells_of_others
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import EventKind, Subtype, VerdictKind
@@ -37,8 +37,11 @@ def by_exit_codes(run: Run) -> Iterator[Verdict]:
     is_shown = _would_show(run, first)
     if code == UNCAUGHT and not is_shown and not _left_alone(run, first[0]):
         return
-    basis = Basis.EXIT_CODE if is_shown else Basis.EXIT_CODE_ALONE
-    yield _verdict([record for record in failed if record.exit and record.exit.code == code], code, run, basis)
+    alike = [record for record in failed if record.exit and record.exit.code == code]
+    told = [record for record in run.ranks.values() if record.exit is not None and record.exit.was_told]
+    if 0 < len(told) < len(alike) == len(run.ranks) - len(told):
+        return  # most left alike, perhaps for one that they waited for and that its launcher had to end
+    yield _verdict(alike, code, run, Basis.EXIT_CODE if is_shown else Basis.EXIT_CODE_ALONE)
 
 
 def _ended_itself(record: RankRecord) -> bool:
@@ -46,23 +49,16 @@ def _ended_itself(record: RankRecord) -> bool:
     return ended is not None and ended.code > 0 and not ended.was_told and not signal_of(ended.code)
 
 
-# What a program's own watchdog or handler says as it ends a rank that waited for others.
-_HANG = re.compile(
-    r"tim(?:ed?[ _-]?out|eout)|watchdog|no progress|\bhang|\bhung\b|stall|stuck|heartbeat|\bpeers?\b|other ranks?|\bnccl\b",
-    re.I,
-)
-LAST_LINES = 3
-
-
 def _ended_for_a_hang(record: RankRecord) -> bool:
     """Whether its last words speak of a hang, or it said nothing after a standstill: it may have waited, and left for that."""
     log = record.log
     if log is None:
         return False
-    if any(_HANG.search(line) for line in (*log.tail[-LAST_LINES:], log.error_end or "")):
+    if speaks_of_others(record):
         return True
     ended_s, steps = record.exit.time_s if record.exit else None, sorted(log.step_times.values())
-    if log.error_end or ended_s is None or len(steps) < 2:
+    has_spoken = bool(log.error_end) and log.last_step_line < log.tail_line
+    if has_spoken or ended_s is None or len(steps) < 2:
         return False
     longest_s = max(after - before for before, after in pairwise(steps))
     return ended_s - steps[-1] > max(LEAST_STANDSTILL_S, TIMES_LONGEST_GAP * longest_s)
@@ -98,7 +94,7 @@ def _left_alone(run: Run, record: RankRecord) -> bool:
         return False
     last_s = max(log.step_times.values(), default=None)
     is_at_work = last_s is not None and 0 <= ended.time_s - last_s < SHORTEST_TIMEOUT_S
-    return is_at_work and not any(_HANG.search(line) for line in log.tail)
+    return is_at_work and not any(map(tells_of_others, log.tail))
 
 
 def _verdict(culprits: Sequence[RankRecord], code: int, run: Run, basis: Basis) -> Verdict:
