@@ -24,7 +24,7 @@ from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
-from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch
+from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import unmet_pairs
 from titan_ckpt.debug.diagnosis.no_culprit import (
@@ -136,6 +136,8 @@ def _faults(
         yield from group_conflicts(run)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
+    if not mismatches:
+        yield from (late for lane in found_lanes if (late := shifted(run, lane, ends.sinks)) is not None)
     extra = [*one_too_many(run, found_lanes, states)]
     yield from extra
     past = {rank for verdict in extra for rank in verdict.victims}

@@ -15,7 +15,6 @@ from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, Verdi
 from titan_ckpt.debug.incident.records import Evidence, Group, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import pending
 
-
 _CALL = "init_process_group"
 
 
@@ -90,7 +89,7 @@ def _never_came(
 
 
 def _has_come(record: RankRecord) -> bool:
-    """Whether a rank was in init_process_group too: it issued operations since, failed in there, or last logged that it calls it."""
+    """Whether a rank was in init_process_group too: it issued operations since, failed in it, or logged last that it calls it."""
     failed = [event for event in record.events if "type" in event.values]
     lines = [frame.text for event in failed for frame in event.calls]
     last = record.log.tail[-1] if record.log is not None and record.log.tail else ""

@@ -175,7 +175,9 @@ def logged_on(record: RankRecord, event: LogEvent) -> bool:
     may_be_buffered = "unstepped" in event.values and record.exit is not None and record.exit.code != 0
     last = log.done_line if may_be_buffered and log.last_step_line > 0 else max(log.last_step_line, log.done_line)
     is_later = event.source == log.source and last > event.line
-    is_dated = event.time_s is not None and ("dated" in event.values or event.source != log.source)  # else it may be later
+    is_dated = event.time_s is not None and (
+        "dated" in event.values or event.source != log.source
+    )  # else it may be later
     return is_later or (is_dated and any(time_s > (event.time_s or 0.0) for time_s in log.step_times.values()))
 
 

@@ -124,7 +124,11 @@ class Basis(Enum):
     ALONE_ON_GROUP = 0.85, (V.WRONG_GROUP,), "the same operation, pending alone on another group"
     CYCLE_MINORITY = 0.75, (V.ORDER_MISMATCH,), "a circle across groups; fewer ranks wait on the culprits' group"
     CYCLE_TIE = 0.4, (V.ORDER_MISMATCH,), "a circle across groups of equal parties: all are suspects"
-    UNMET = 0.8, (V.P2P_MISSING_PEER,), "both halves of a send/recv pair are pending, recorded on both sides: both are suspects"
+    UNMET = (
+        0.8,
+        (V.P2P_MISSING_PEER,),
+        "both halves of a send/recv pair are pending, recorded on both sides: both are suspects",
+    )
     ALL_IN_P2P = (
         0.7,
         (V.P2P_CYCLE,),

@@ -20,6 +20,8 @@ MAX_UNPACKED_BYTES = 1 << 28
 HEAD_OF_LOG = 4 << 20
 TAIL_OF_LOG = 12 << 20
 
+_ATTEMPT = re.compile(r"(?P<base>.*)attempt_(?P<number>\d{1,6})$")
+_LOCAL = re.compile(r"local[_-]?rank[_-]?\d{1,6}", re.IGNORECASE)  # counts on its host, which the folder is of
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(?<![\d])0*(\d{1,6})$")
@@ -114,18 +116,14 @@ def _newest(files: list[EvidenceFile]) -> list[EvidenceFile]:
 
 
 def _of_last_attempts(files: list[EvidenceFile]) -> list[EvidenceFile]:
+    attempts = {file.path: match for file in files if (match := _ATTEMPT.search(file.host_folder))}
     last: dict[str, int] = {}
-    for file in files:
-        if file.host_folder:
-            base, _, number = file.host_folder.rpartition("attempt_")
-            last[base] = max(last.get(base, 0), int(number))
-    if not any(last.values()):
-        return files
+    for match in attempts.values():
+        last[match["base"]] = max(last.get(match["base"], 0), int(match["number"]))
     return [
         file
         for file in files
-        if not file.host_folder
-        or int(file.host_folder.rpartition("_")[2]) == last[file.host_folder.rpartition("attempt_")[0]]
+        if (match := attempts.get(file.path)) is None or int(match["number"]) == last[match["base"]]
     ]
 
 
@@ -134,9 +132,10 @@ def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFil
     bare, suffix = _split(name)
     rank, rest = _rank_of(path, bare)
     of_torchrun = _TORCHRUN.match(path)
+    host_folder = (of_torchrun["base"] or "") if of_torchrun else path.rpartition("/")[0] if _LOCAL.search(bare) else ""
     return EvidenceFile(
         path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
-        size_bytes=size_bytes, modified_s=modified_s, host_folder=(of_torchrun["base"] or "") if of_torchrun else "",
+        size_bytes=size_bytes, modified_s=modified_s, host_folder=host_folder,
     )  # fmt: skip
 
 

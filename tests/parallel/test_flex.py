@@ -80,7 +80,7 @@ def test_training_with_flex_attention_is_that_with_sdpa(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_documents_are_kept_apart_over_stages_and_parts_of_a_sequence(
+def test_documents_are_kept_apart_over_stages_and_cp(
     method: str, ranks: RankPool, case: tuple[CurveCase, Curve]
 ) -> None:
     job, expected = case

@@ -61,7 +61,9 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         yield from deviant(run, witnesses, states)
 
 
-_COLLECTOR = re.compile(r"reached monitoredBarrier, but received errors while waiting for send/recv from rank (\d{1,6})")
+_COLLECTOR = re.compile(
+    r"reached monitoredBarrier, but received errors while waiting for send/recv from rank (\d{1,6})"
+)
 
 
 def _collectors(run: Run) -> set[int]:

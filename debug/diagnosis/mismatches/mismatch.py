@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
+from titan_ckpt.debug.diagnosis.mismatches.meant_elsewhere import meant_for
 from titan_ckpt.debug.diagnosis.mismatches.meeting import HISTORY, Meeting, Side, call_site, history, predict, sides_at
 from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
@@ -14,6 +17,8 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
+
+LEAST_OTHERS = 2  # that agree with each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,30 @@ def mismatch(run: Run, lane: Lane, *, with_met: bool = False) -> Verdict | None:
     start = _call_site_shift(run, lane, seq, blame.culprits)
     if start is not None:
         return _call_site_verdict(meeting, start, blame)
+    meant = meant_for(run, blame.culprits[0], deviant.operation) if blame.culprits == deviant.ranks[:1] else None
+    if meant is not None:
+        return _wrong_group_verdict(meeting, common, deviant, blame, meant)
     return _verdict(meeting, reading(meeting, common, deviant), common, deviant, blame)
+
+
+def shifted(run: Run, lane: Lane, roots: Collection[int]) -> Verdict | None:
+    """CALLSITE_DIVERGENCE on the one rank that did not come to an operation, where its lines part from the others' before that:
+    it left one out, and is one behind since."""
+    newest = int(lane.last.max())
+    behind = [
+        rank
+        for rank, last in zip(lane.members, lane.last.tolist(), strict=True)
+        if rank in roots and last == newest - 1
+    ]
+    others = [rank for rank in lane.members if rank not in behind]
+    if len(behind) != 1 or len(others) < LEAST_OTHERS:
+        return None
+    start = _call_site_shift(run, lane, newest, (behind[0],))
+    if start is None or not _go_alike(run, lane, others, range(start, newest)):
+        return None
+    why = f"{len(others)} of {len(lane.members)} ranks agree with each other"
+    blame = _Blame(culprits=(behind[0],), basis=Basis.CLEAR_MAJORITY, why=why)
+    return _call_site_verdict(Meeting(run=run, lane=lane, seq=newest), start, blame)
 
 
 def _was_harmless(run: Run, lane: Lane, seq: int) -> bool:
@@ -99,6 +127,14 @@ def _strangeness(meeting: Meeting, side: Side) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- diverged call sites
+
+
+def _go_alike(run: Run, lane: Lane, ranks: Sequence[int], numbers: range) -> bool:
+    """Whether ranks issued the operations of these numbers from the same stacks."""
+    columns = slice(numbers.start - lane.first_seq, numbers.stop - lane.first_seq)
+    rows = (lane.row[lane.members.index(rank), columns] for rank in ranks)
+    stacks = [run.ranks[rank].operations["frames"][of] for rank, of in zip(ranks, rows, strict=True) if (of >= 0).all()]
+    return len(stacks) == len(ranks) and all(np.array_equal(stack, stacks[0]) for stack in stacks[1:])
 
 
 def _call_site_shift(run: Run, lane: Lane, seq: int, culprits: tuple[int, ...]) -> int | None:
@@ -198,6 +234,19 @@ def _unfit(run: Run, reading: Reading) -> Iterator[Evidence]:
     if said and reading.verdict == VerdictKind.SIZE_MISMATCH:
         first = min(said, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank))
         yield Evidence(text=first.text[:150], rank=first.rank, source=f"{first.source}:{first.line}")
+
+
+def _wrong_group_verdict(meeting: Meeting, common: Side, deviant: Side, blame: _Blame, meant: Operation) -> Verdict:
+    run, [rank] = meeting.run, blame.culprits
+    return Verdict(
+        verdict=VerdictKind.WRONG_GROUP, culprits=(rank,), victims=tuple(one for one in meeting.lane.members if one != rank),
+        group=meeting.group, seq=meeting.seq, op=deviant.operation.op, confidence=Basis.ALONE_ON_GROUP.confidence,
+        headline=f"rank {rank} called {deviant.operation.op} on group {meeting.group}, as #{meeting.seq}, where the others call "
+        f"{_spelled(common.operation)}; its peers wait for the same operation, from the same line, on group {meant.group}",
+        evidence=(_issued(run, rank, deviant.operation), _issued(run, common.ranks[0], common.operation)),
+        chain=tuple((one, rank) for one in meeting.lane.members if one != rank),
+        next_steps=("check which group the call site passes (group=...)",),
+    )  # fmt: skip
 
 
 def _headline(meeting: Meeting, reading: Reading, common: Side, deviant: Side, culprits: tuple[int, ...]) -> str:

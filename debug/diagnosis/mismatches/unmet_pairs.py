@@ -1,4 +1,4 @@
-"""A send and a recv of one pair that both ranks stand in, and that do not meet: gloo matches them by a tag that nobody records. Pure."""
+"""A send and a recv of one pair that both ranks stand in, and that do not meet: gloo compares tags, which none records. Pure."""
 
 from __future__ import annotations
 
@@ -41,14 +41,25 @@ def _are_halves(rank: int, sent: Operation, received: Operation) -> bool:
 
 def _verdict(run: Run, rank: int, sent: Operation, received: Operation) -> Verdict:
     peer = sent.peer
+    evidence = tuple(
+        Evidence.at(
+            user_frame(op.frames, run.wrappers), text=f"waits in {op.op} #{op.seq}", rank=at, source="black box"
+        )
+        for at, op in ((rank, sent), (peer, received))
+    )
     return Verdict(
-        verdict=VerdictKind.P2P_MISSING_PEER, culprits=(), suspects=(rank, peer), group=str(sent.group), seq=sent.seq, op="send/recv",
+        verdict=VerdictKind.P2P_MISSING_PEER,
+        culprits=(),
+        suspects=(rank, peer),
+        group=str(sent.group),
+        seq=sent.seq,
+        op="send/recv",
         confidence=Basis.UNMET.confidence,
-        headline=f"rank {rank}'s {sent.op} #{sent.seq} to rank {peer} and rank {peer}'s {received.op} from it are both issued, alike in "
-        "size, and do not meet: they pass different tags, or their connection is stuck",
-        evidence=tuple(
-            Evidence.at(user_frame(op.frames, run.wrappers), text=f"waits in {op.op} #{op.seq}", rank=at, source="black box")
-            for at, op in ((rank, sent), (peer, received))
+        headline=f"rank {rank}'s {sent.op} #{sent.seq} to rank {peer} and rank {peer}'s {received.op} from it are both issued, "
+        "alike in size, and do not meet: they pass different tags, or their connection is stuck",
+        evidence=evidence,
+        next_steps=(
+            "compare the tags (tag=...) that the two lines pass",
+            "if they are equal: look at the network between the two hosts",
         ),
-        next_steps=("compare the tags (tag=...) that the two lines pass", "if they are equal: look at the network between the two hosts"),
-    )  # fmt: skip
+    )

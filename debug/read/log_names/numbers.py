@@ -38,7 +38,7 @@ def name_ranks(texts: Sequence[JobText]) -> None:
     own = {text.introduced: text for text in introduced if text.introduced is not None}
     is_whole = 1 < len(own) == len(introduced) and set(own) == set(range(len(own)))
     has_places = any(writer[0] in _PLACES for text in texts for writer in text.writers)
-    if is_whole and len(own) == len(texts) or has_places or not _have_numbers(texts):
+    if (is_whole and len(own) == len(texts)) or has_places or not _have_numbers(texts):
         _give_own_texts(own if is_whole else {})
 
 
@@ -103,7 +103,11 @@ def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, li
     process that is none of these, such as `job-master-0.log`."""
     found: defaultdict[int, list[JobText]] = defaultdict(list)
     forms = [of_name for of_name in by_name.values() if len(of_name) > 1]
-    if not forms or any(map(_FIRST.search, by_name)) or any(set(of_name) != set(range(len(forms[0]))) for of_name in forms):
+    if (
+        not forms
+        or any(map(_FIRST.search, by_name))
+        or any(set(of_name) != set(range(len(forms[0]))) for of_name in forms)
+    ):
         return []
     for of_name in forms:
         for number, text in of_name.items():

@@ -54,6 +54,8 @@ class JobText:
     _prefixes: OwnPrefixes = field(default_factory=OwnPrefixes)
     _records: LogRecords = field(default_factory=LogRecords)
     _told: ToldTracebacks = field(default_factory=ToldTracebacks)
+    _in_groups: set[int] = field(default_factory=set)  # ranks that torch named by their place in a process group alone
+    _groups: set[str] = field(default_factory=set)
     _is_block: bool = False  # it repeats all that this process wrote
 
     def __post_init__(self) -> None:
@@ -115,6 +117,9 @@ class JobText:
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
             stream.last_step_line = max(stream.last_step_line, last)
             stream.first = [replace(event, values={**event.values, "told": "1"}) for event in stream.first]
+        if self._groups and "0" not in self._groups:  # a place in another group than that of all is no rank of the job
+            for place in self._in_groups & {writer[2] for writer in self.writers if writer[0] == "rank"}:
+                self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
 
     def _begin_attempt(self, keep: Stream | None = None) -> None:
         for stream in self.writers.values():
@@ -159,11 +164,14 @@ class JobText:
 
     def _named_inside(self, line: Line, writer: Writer) -> Writer:
         """A rank that stands in the text: after a progress bar, or where torch names itself."""
+        if "[PG " in line.text and (match := _GROUP.search(line.text)):
+            self._groups.add(match[1])
         if match := _TORCH_RANK.search(line.text):
             rank, line.text = int(match.group(1)), line.text[match.end() :]
             line.shown = line.text
         elif ("ProcessGroup" in line.text or "atchdog" in line.text) and (match := _OWN_GROUP.search(line.text)):
             rank = int(match.group(1) or match.group(2))
+            self._in_groups |= set() if match.group(1) else {rank}
         elif match := _RAY_RANK.search(line.text):
             self.links[("pid", match["host"], int(match["pid"]))] = int(match["rank"])
             return writer
@@ -175,6 +183,8 @@ class JobText:
                 self.hosts.setdefault(int(match["rank"] or match["other"]), match["host"] or match["named"])
             if match := _introduction(line.text):
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
+                if writer[0] == "local":
+                    self.links.setdefault(writer, int(match["rank"]))
             return writer
         if writer[0] in ("pid", "local"):
             self.links.setdefault(writer, rank)
@@ -222,6 +232,7 @@ _OWN_GROUP = re.compile(
     r"\[PG (?:ID )?0 (?:PG GUID [^\]]{0,80})?Rank (\d{1,6})\]"
     r"|\[Rank (\d{1,6})\] (?:Watchdog|Process group|NCCL watchdog|Some NCCL|To avoid|Found)"
 )
+_GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40}) (?:PG GUID [^\]]{0,80})?Rank \d{1,6}\]")
 _RAY_RANK = re.compile(
     r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
 )

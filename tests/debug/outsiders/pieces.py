@@ -73,7 +73,8 @@ def outcome(verdict: Verdict, truth: Mapping[str, Any]) -> str:
     """right, kind (right ranks, another verdict), undecided, accused (an innocent rank) or healthy (of a hang)."""
     ranks, accused = truth["ranks"], set(verdict.culprits)
     if verdict.verdict in ("HEALTHY", "RUNNING") and verdict.verdict not in truth["verdict"]:
-        return "healthy"
+        is_open = verdict.verdict == "RUNNING" and truth.get("soft")  # one look, at a wait that was not long yet
+        return "undecided" if is_open else "healthy"
     if (isinstance(ranks, str) and _agrees(ranks, accused)) or accused == set(ranks):
         return "right" if verdict.verdict in truth["verdict"] else "kind"
     return "undecided" if not isinstance(ranks, str) and accused < set(ranks) else "accused"
