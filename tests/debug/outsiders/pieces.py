@@ -2,21 +2,25 @@
 
 `tests/data/outsiders.tar.xz` holds it, with truth.json: the ranks at fault (or `none`, `subset:1,2`, `not:0`, `none_or:1` and the
 like), the verdicts that are right, and whether "undecided" is honest (`soft`). `tests/data/incidents.tar.xz` holds the 135 pieces
-of `test_world`. `tests/data/verdicts.txt` has what `debug` says of each: a line per verdict.
+of `test_world`. `tests/data/verdicts.txt` has what `debug` says of each, and of this project's own recordings and small jobs.
 """
 
 from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.debug.diagnosis.test_small_jobs import JOBS
+from tests.support.small_jobs import job
 from titan_ckpt.debug import Verdict, diagnose, open_run
 from tools.paths import DATA
 
+RECORDED = ("flight_recorder", "injected")
 ARCHIVES = {"outsiders": "truth.json", "incidents": "MANIFEST.json"}
 PINNED = DATA / "verdicts.txt"
 _HEAD = "== "
@@ -31,6 +35,20 @@ def unpack(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
         for piece, truth in json.loads((folder / name / truths).read_text()).items():
             pieces[f"{name}/{piece}"] = (folder / name / piece / truth.get("file", ""), truth)
     return pieces
+
+
+def all_told(pieces: Mapping[str, tuple[Path, dict[str, Any]]]) -> Iterator[tuple[str, Callable[[], str]]]:
+    """What is said of each piece, of each recording of this project, and of each job of `small_jobs.txt`, when it is asked for."""
+    cases = [case for kind in RECORDED for case in sorted((DATA / kind).iterdir()) if case.is_dir()]
+    recorded = {f"{case.parent.name}/{case.name}/": case for case in cases}
+    for name, path in {**{name: path for name, (path, _) in pieces.items()}, **recorded}.items():
+        yield name, partial(_told_of, path)
+    for name, (text, _) in JOBS.items():
+        yield f"small_jobs/{name}", partial(lambda text: told(diagnose(job(text))), text)
+
+
+def _told_of(path: Path) -> str:
+    return told(diagnose(open_run(str(path))))
 
 
 def told(verdicts: Sequence[Verdict]) -> str:
@@ -52,7 +70,7 @@ def _rest(verdict: Verdict) -> Iterator[str]:
     yield f"  at {verdict.group} {verdict.seq} {verdict.op} {verdict.step} {verdict.signal} {verdict.file}:{verdict.line}"
     yield "  waits " + " ".join(f"{waiter}>{awaited}" for waiter, awaited in verdict.chain[:40])
     for evidence in verdict.evidence:
-        yield f"  by {evidence.rank} {evidence.source} {evidence.file}:{evidence.line} {evidence.text[:60]!r}"
+        yield f"  by {evidence.rank} {evidence.source} {evidence.file}:{evidence.line} {evidence.text[:120]!r}"
     for step in verdict.next_steps:
         yield f"  do {step[:60]}"
 
@@ -92,8 +110,7 @@ def _agrees(rule: str, accused: set[int]) -> bool:
 def main() -> None:
     """Write the verdicts of today."""
     with TemporaryDirectory() as folder:
-        pieces = unpack(Path(folder))
-        texts = [f"{_HEAD}{name}\n{told(diagnose(open_run(str(path))))}\n" for name, (path, _) in pieces.items()]
+        texts = [f"{_HEAD}{name}\n{tell()}\n" for name, tell in all_told(unpack(Path(folder)))]
     PINNED.write_text("\n" + "\n".join(texts))
 
 
