@@ -38,7 +38,7 @@ def unpack(folder: Path) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 
 def all_told(pieces: Mapping[str, tuple[Path, dict[str, Any]]]) -> Iterator[tuple[str, Callable[[], str]]]:
-    """What is said of each piece, of each recording of this project, and of each job of `small_jobs.txt`, when it is asked for."""
+    """What is said of each piece, each recording of this project and each job of `small_jobs.txt`, when it is asked for."""
     cases = [case for kind in RECORDED for case in sorted((DATA / kind).iterdir()) if case.is_dir()]
     recorded = {f"{case.parent.name}/{case.name}/": case for case in cases}
     for name, path in {**{name: path for name, (path, _) in pieces.items()}, **recorded}.items():
