@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.diagnosis.align import lanes
+from titan_ckpt.debug.diagnosis.diagnose import _is_known_gone
+from titan_ckpt.debug.diagnosis.from_logs.at_the_start import _has_ended
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _was_ended_at_work
+from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable
 from titan_ckpt.debug.diagnosis.mismatches.meeting import Meeting, sides_at
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new
+from titan_ckpt.debug.diagnosis.mismatches.splits import _listed
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
-from titan_ckpt.debug.diagnosis.told_waits import _inferred
-from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.incident.records import Exit, Heartbeat, LogEvent, RankLog, RankRecord, Run
+from titan_ckpt.debug.diagnosis.standstill import is_beginning
+from titan_ckpt.debug.diagnosis.told_waits import _distances, _inferred
+from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, VerdictKind
+from titan_ckpt.debug.incident.records import Exit, Flag, Heartbeat, LogEvent, RankLog, RankRecord, Run, Verdict
 
+EARLIER = Flag(flag=FlagKind.EARLIER_ATTEMPT, text="")
 RANKS = "0 1 2: all_reduce@1 broadcast@2?"
 
 
@@ -71,6 +79,7 @@ STEPS: Mapping[int, float] = {1: 100.0, 2: 110.0, 3: 120.0}
         (STEPS, {1: 4990.0, 2: 4999.0}, 5000.0, False),
         ({}, {}, 125.0, False),
         ({1: 100.0}, {}, 125.0, False),
+        ({1: 100.0, 2: 101.0, 3: 121.0}, {}, 145.0, True),
     ],
 )
 def test_a_job_that_stood_still_was_not_ended_at_work(
@@ -151,3 +160,44 @@ def test_without_lines_an_operation_is_new_by_its_kind(op: str, is_new: bool) ->
     [lane] = lanes(run)
     side = next(side for side in sides_at(run, lane, 2) if 0 in side.ranks)
     assert _is_new(Meeting(run=run, lane=lane, seq=2), side) == is_new
+
+
+@pytest.mark.parametrize(("flags", "seconds", "is_new"), [((), 20.0, True), ((), 45.0, False), ((EARLIER,), 45.0, True), ((EARLIER,), 70.0, False)])
+def test_a_job_has_longer_to_begin_after_an_earlier_attempt(flags: tuple[Flag, ...], seconds: float, is_new: bool) -> None:
+    beat = Heartbeat(source="b", alive_ns=int(seconds * 1e9), phase_ns=0, phase="", step=-1)
+    run = replace(run_of(RankRecord(rank=0, heartbeat=beat)), flags=flags)
+    assert is_beginning(run) == is_new
+
+
+def test_without_logs_and_codes_nothing_has_ended() -> None:
+    assert not _has_ended(run_of(RankRecord(rank=0)))
+    assert _has_ended(run_of(RankRecord(rank=0), ended(1, 2)))
+
+
+@pytest.mark.parametrize(("code", "is_gone"), [(1, True), (-6, False), (134, False)])
+def test_a_rank_whose_peers_closed_is_gone_unless_a_library_aborted_it(code: int, is_gone: bool) -> None:
+    closed = LogEvent(kind=EventKind.COMM_CLOSED, rank=0, text="Connection closed by peer", source="l", line=1)
+    record = RankRecord(rank=0, log=RankLog(source="l", events=(closed,)))
+    assert _is_known_gone(run_of(record, ended(1, code)), (1,)) == is_gone
+
+
+def test_waits_are_counted_to_the_end_of_the_chain() -> None:
+    edges = [Edge(waiter=waiter, awaited=awaited, group=0, seq=1) for waiter, awaited in ((3, 2), (2, 1), (1, 0), (5, 4))]
+    assert _distances(edges, {0}) == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_lists_of_elements_are_cut_after_sixteen() -> None:
+    assert _listed(range(16)) == str(list(range(16)))
+
+
+def doubted(**values: Any) -> Verdict:
+    return Verdict(verdict=VerdictKind.STUCK_ON_CPU, headline="", culprits=(1,), confidence=0.5, **values)
+
+
+def test_a_stale_dump_or_another_name_contradicts_a_rank_that_did_not_come() -> None:
+    run = run_of(RankRecord(rank=0), RankRecord(rank=1))
+    skewed = replace(run, flags=(Flag(flag=FlagKind.DUMP_SKEW, text="", ranks=(1,)),))
+    assert not is_contradicted(run, doubted())
+    assert is_contradicted(skewed, doubted())
+    assert not is_contradicted(skewed, replace(doubted(), culprits=()))
+    assert not is_contradicted(skewed, replace(doubted(), confidence=0.95))
