@@ -162,8 +162,13 @@ def test_without_lines_an_operation_is_new_by_its_kind(op: str, is_new: bool) ->
     assert _is_new(Meeting(run=run, lane=lane, seq=2), side) == is_new
 
 
-@pytest.mark.parametrize(("flags", "seconds", "is_new"), [((), 20.0, True), ((), 45.0, False), ((EARLIER,), 45.0, True), ((EARLIER,), 70.0, False)])
-def test_a_job_has_longer_to_begin_after_an_earlier_attempt(flags: tuple[Flag, ...], seconds: float, is_new: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "seconds", "is_new"),
+    [((), 20.0, True), ((), 45.0, False), ((EARLIER,), 45.0, True), ((EARLIER,), 70.0, False)],
+)
+def test_a_job_has_longer_to_begin_after_an_earlier_attempt(
+    flags: tuple[Flag, ...], seconds: float, is_new: bool
+) -> None:
     beat = Heartbeat(source="b", alive_ns=int(seconds * 1e9), phase_ns=0, phase="", step=-1)
     run = replace(run_of(RankRecord(rank=0, heartbeat=beat)), flags=flags)
     assert is_beginning(run) == is_new
@@ -182,7 +187,9 @@ def test_a_rank_whose_peers_closed_is_gone_unless_a_library_aborted_it(code: int
 
 
 def test_waits_are_counted_to_the_end_of_the_chain() -> None:
-    edges = [Edge(waiter=waiter, awaited=awaited, group=0, seq=1) for waiter, awaited in ((3, 2), (2, 1), (1, 0), (5, 4))]
+    edges = [
+        Edge(waiter=waiter, awaited=awaited, group=0, seq=1) for waiter, awaited in ((3, 2), (2, 1), (1, 0), (5, 4))
+    ]
     assert _distances(edges, {0}) == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
