@@ -26,7 +26,7 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
     ),
     (VerdictKind.RANK_DIED, Subtype.NONE): (
         "read that rank's log and its host's `dmesg`",
-        "turn the recorder on, so that the next death leaves a black box",
+        "if no recorder ran: turn it on, so that the next death leaves a black box",
     ),
     (VerdictKind.RANK_FROZEN, Subtype.NONE): (
         "look at /proc/PID/stat and `dmesg` on its host: stopped (T), in disk sleep (D), or the host lost",

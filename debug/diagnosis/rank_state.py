@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from titan_ckpt.debug.diagnosis.rank_death import dead, event_evidence, is_interrupt, logged_on, lost_threads
+from titan_ckpt.debug.diagnosis.rank_death import (
+    dead,
+    event_evidence,
+    is_interrupt,
+    logged_on,
+    lost_threads,
+    was_told,
+)
 from titan_ckpt.debug.diagnosis.rank_frozen import frozen, starved
 from titan_ckpt.debug.incident.busy_with import busy_with, last_words
 from titan_ckpt.debug.incident.confidence import Basis
@@ -19,7 +26,7 @@ from titan_ckpt.debug.incident.frames import (
 )
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation
-from titan_ckpt.debug.incident.waits import waited_at_the_end
+from titan_ckpt.debug.incident.waits import looked_at_ns, waited_at_the_end
 
 _WAITED = (
     EventKind.COMM_TIMEOUT, EventKind.COMM_CLOSED, EventKind.COMM_MISMATCH, EventKind.COMM_ERROR, EventKind.WATCHDOG,
@@ -31,7 +38,35 @@ def situations(run: Run) -> dict[int, Situation]:
     """Every rank's situation."""
     have_left = any(record.stacks or record.dumps for record in run.ranks.values())
     found = {rank: situation(run, record, others_left_some=have_left) for rank, record in run.ranks.items()}
-    return {**found, **_waiting_by_thread(run, found)}
+    return {**found, **_waiting_by_thread(run, found), **_vanished(run, found)}
+
+
+LEAST_TOLD = 2
+LAST_TICK_NS = 2_000_000_000
+
+
+def _vanished(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:
+    """The one rank that left no sign of SIGTERM, with which a launcher ends those that are left when one has died. Its recorder
+    ticked to about the end: a process that was stopped falls silent long before."""
+    told = [rank for rank, record in run.ranks.items() if was_told(record)]
+    missing = set(run.ranks) - set(told)
+    if len(told) < LEAST_TOLD or len(missing) != 1:
+        return {}
+    [rank] = missing
+    record, newest_ns = run.ranks[rank], max(looked_at_ns(run.ranks[other]) for other in told)
+    beat = record.heartbeat
+    if states[rank].kind not in (RankState.UNKNOWN, RankState.SILENT) or record.exit is not None or record.process_state:
+        return {}
+    if beat is None or beat.is_stopped or not newest_ns or abs(beat.alive_ns - newest_ns) > LAST_TICK_NS:
+        return {}
+    text = "its recorder ticked to the end and did not end in order; all others heard SIGTERM, it alone left no sign of that"
+    seen = Evidence(text=text, rank=rank, source=beat.source)
+    return {
+        rank: Situation(
+            rank=rank, kind=RankState.DEAD, call="ended without a trace (SIGKILL, os._exit or a crash of its own)",
+            confidence=Basis.VANISHED.confidence, evidence=(seen, *last_words(record)),
+        )
+    }
 
 
 def _waiting_by_thread(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:

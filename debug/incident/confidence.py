@@ -53,6 +53,7 @@ class Basis(Enum):
     FATAL_STACK = 0.9, (V.RANK_DIED,), "the interpreter's fault handler wrote its stack"
     IGNORED_SIGTERM = 0.9, (V.RANK_FROZEN,), "no dump, no reaction to SIGTERM: the launcher needed SIGKILL"
     MAIN_STACK = 0.9, (V.STUCK_ON_CPU,), "the stack of its main thread is outside of any collective"
+    VANISHED = 0.75, (V.RANK_DIED,), "its recorder did not end in order, and it alone left no sign of SIGTERM"
     PROCESS_GONE = 0.8, (V.RANK_DIED,), "its process is gone without an orderly end"
     TICKS_STOPPED_CLOSED = 0.85, (V.RANK_DIED,), "its recorder stopped ticking and its connections closed"
     TICKS_STOPPED_OPEN = 0.8, (V.RANK_FROZEN,), "its recorder stopped ticking and its connections stayed open"

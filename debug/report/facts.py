@@ -106,6 +106,8 @@ def _command(run: Run, record: RankRecord, top: Verdict) -> str:
     has_ended = record.exit is not None or record.process_state == "gone"
     has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
     has_ended |= run.launcher is not None and run.launcher.code is not None
+    has_ended |= any("sigterm" in dump.reason for dump in record.dumps)
+    has_ended |= top.verdict == VerdictKind.RANK_DIED and record.rank in top.culprits
     if has_ended and not _may_be_the_hosts(top):
         return ""
     is_known = bool(record.host) and not record.host.startswith("-")  # ssh would take that for an option
