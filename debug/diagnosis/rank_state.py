@@ -55,7 +55,11 @@ def _vanished(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]
     [rank] = missing
     record, newest_ns = run.ranks[rank], max(looked_at_ns(run.ranks[other]) for other in told)
     beat = record.heartbeat
-    if states[rank].kind not in (RankState.UNKNOWN, RankState.SILENT) or record.exit is not None or record.process_state:
+    if (
+        states[rank].kind not in (RankState.UNKNOWN, RankState.SILENT)
+        or record.exit is not None
+        or record.process_state
+    ):
         return {}
     if beat is None or beat.is_stopped or not newest_ns or abs(beat.alive_ns - newest_ns) > LAST_TICK_NS:
         return {}
@@ -63,8 +67,11 @@ def _vanished(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]
     seen = Evidence(text=text, rank=rank, source=beat.source)
     return {
         rank: Situation(
-            rank=rank, kind=RankState.DEAD, call="ended without a trace (SIGKILL, os._exit or a crash of its own)",
-            confidence=Basis.VANISHED.confidence, evidence=(seen, *last_words(record)),
+            rank=rank,
+            kind=RankState.DEAD,
+            call="ended without a trace (SIGKILL, os._exit or a crash of its own)",
+            confidence=Basis.VANISHED.confidence,
+            evidence=(seen, *last_words(record)),
         )
     }
 
