@@ -80,7 +80,7 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
 
 _SIGKILL = (
     "look at `dmesg` and the scheduler's log of that host: the kernel's OOM killer, a limit of the job, or somebody's kill -9",
-    "SIGKILL leaves neither a core nor a stack: the recorder's black box shows the last operations",
+    "SIGKILL leaves neither a core nor a stack: only a recorder's black box shows the last operations",
 )
 
 

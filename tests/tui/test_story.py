@@ -209,6 +209,7 @@ async def test_a_click_on_a_tab_shows_its_screen() -> None:
 
 async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLORFGBG", "0;15")
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("titan_ckpt.tui.app.is_ascii_terminal", lambda: True)
     app = TitanApp(find_content(str(DATA / "run")), clock=lambda: NOW_S, theme=terminal.fitting_theme(None))
     async with app.run_test(size=(120, 36)) as pilot:
@@ -219,6 +220,26 @@ async def test_light_and_ascii_terminals_can_be_read(monkeypatch: pytest.MonkeyP
         assert not app.current_theme.dark
         ground = np.array(app.background_colors[1].rgb)
         assert ground.min() > 200
+
+
+@pytest.mark.parametrize(
+    ("variables", "theme"),
+    [
+        ({"TERM": "screen"}, "ansi-dark"),
+        ({"TERM": "linux"}, "ansi-dark"),
+        ({"TERM": "xterm", "COLORTERM": "truecolor"}, "titan-dark"),
+        ({"TERM": "tmux-256color"}, "titan-dark"),
+        ({"TERM": "xterm-256color", "NO_COLOR": "1"}, "ansi-dark"),
+    ],
+)
+def test_a_terminal_of_16_colours_keeps_its_own(
+    variables: dict[str, str], theme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TERM", "COLORTERM", "NO_COLOR", "COLORFGBG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert terminal.fitting_theme(None) == theme
 
 
 def test_colours_can_be_read_on_their_backgrounds() -> None:

@@ -94,7 +94,7 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     top, named = incident.top, incident.top.culprits or incident.top.suspects
     facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
     stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
-    facts.append(stuck)
+    facts += [stuck, str(top.subtype) if top.verdict not in NO_FAULT else ""]
     if len(named) == 1:
         facts += [process_text(incident, named[0]), line_text(incident, named[0])]
     if top.verdict not in NO_FAULT:

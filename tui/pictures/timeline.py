@@ -56,7 +56,7 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         text = (
             "all wait from here"
             if not incident.failed and all(s.kind.is_waiting for s in incident.states.values())
-            else "others wait from here"
+            else "all others wait from here"
         )
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
         start = before + (stop - len(text) + 1 if text.endswith("▼") else stop)

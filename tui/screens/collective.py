@@ -11,6 +11,7 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
+from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
@@ -214,6 +215,9 @@ class CollectiveRows:
         if op is None and not self._is_absent[place]:
             is_at_fault = rank in self._incident.top.culprits
             what: TextSpan = ("unknown", Role.WARN) if self._is_unknown[place] else ("none", Role.PLAIN)
+            state = self._incident.states.get(rank)
+            if self._is_unknown[place] and state is not None and state.kind == RankState.DEAD:
+                what = ("unknown, dead", Role.BAD)
             mark = (f"{CULPRIT if is_at_fault else ' '}{rank:>5}  ", Role.BAD if is_at_fault else Role.PLAIN)
             return row(mark, what, link=RowLink(screen=6, rank=rank))
         return self._rank_row(place, op, width)

@@ -99,7 +99,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = [] if incident.is_over else outliers(lane, newest, is_narrow=is_narrow)
+        odd = [] if incident.is_over else outliers(lane, newest, incident.top.culprits, is_narrow=is_narrow)
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
         ranks = fitted(ranks_text(lane.members, 4), for_ranks)
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
@@ -121,39 +121,45 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
     awaited = (lane.members[place] for place in missing_halves(lane, incident.edges))
     missing = [rank for rank in awaited if rank in incident.top.culprits]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
-    odd = "; ".join(
-        [f"{ranks_text(missing, 4)} left a half out"] * bool(missing)
-        + [f"{ranks_text(waiting, 4)} wait{'s' * (len(waiting) == 1)}"] * bool(waiting)
-    )
-    gap = f"{'':>7}" if is_narrow else f"{'':>8} {'':>7}"
-    return row((fitted(name, columns[0]), Role.BOLD), " ", fitted(ranks_text(lane.members, 4), columns[1]), f" {gap}  ",
-               (odd or "none", Role.BAD if missing else Role.WARN if odd else Role.DIM),
+    named = ranks_text if is_narrow else _named
+    odd: list[TextSpan] = [(f"{named(missing, 4)} left one out", Role.BAD)] * bool(missing)
+    odd += [("; ", Role.DIM)] * bool(missing and waiting)
+    of_waiting = ranks_text if missing else named
+    role: Role = Role.PLAIN if missing else Role.WARN
+    odd += [(f"{of_waiting(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
+    return row((fitted(name, columns[0]), Role.BOLD), " ", fitted(ranks_text(lane.members, 4), columns[1]), "  ",
+               *(odd or [("none", Role.DIM)]),
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
 
-def outliers(lane: Lane, newest: int, *, is_narrow: bool) -> list[TextSpan]:
-    """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known."""
+def outliers(lane: Lane, newest: int, culprits: Sequence[int], *, is_narrow: bool) -> list[TextSpan]:
+    """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known. Only those at
+    fault have the colour of a fault; all of them where nobody is known to be."""
+
+    def role_of(ranks: Sequence[int]) -> Role:
+        return Role.BAD if not culprits or set(ranks) & set(culprits) else Role.PLAIN
+
     named = partial(ranks_text, limit=4) if is_narrow else _named
     last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
     silent = [rank for rank, is_silent in zip(lane.members, lane.is_silent, strict=True) if is_silent]
     behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
     parts: list[TextSpan] = []
     if behind:
-        parts.append((f"{named(behind)} behind by {newest - min(last[rank] for rank in behind)}", Role.BAD))
+        parts.append((f"{named(behind)} behind by {newest - min(last[rank] for rank in behind)}", role_of(behind)))
     column = first_mixed(lane.signature[:, -NEWEST:])
     if column is not None:
         codes = lane.signature[:, column]
         other = np.flatnonzero((codes >= 0) & (codes != usual_signature(codes)))
         seq = lane.first_seq + lane.signature.shape[1] + column
-        text = f"{named([lane.members[i] for i in other])} differ{'s' * (len(other) == 1)} at #{seq}"
-        parts.append((text, Role.BAD))
+        differing = [lane.members[i] for i in other]
+        parts.append((f"{named(differing)} differ{'s' * (len(other) == 1)} at #{seq}", role_of(differing)))
     if silent:
         parts.append((f"{named(silent)} unknown", GLYPHS[SILENT].role))
     return [span for part in parts for span in (("; ", Role.DIM), part)][1:]
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, 4)}"
+def _named(ranks: Sequence[int], limit: int = 4) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, limit)}"
 
 
 def first_mixed(signature: Ints) -> int | None:

@@ -32,6 +32,7 @@ from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_WAITERS = 200
 LEAST_FOLDED = 5
+_NARROW = 50
 _ENDED = ((" open when recorded,", 5), (f" {GLYPHS[ENDED].label}", 1))  # `ENDED_TEXT`, as the parts of `with_place`
 
 
@@ -216,7 +217,11 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
         return [("waits in init", 0), *sure]
-    group = [(f" · {incident.group_name(edge.group)}", 4)] if edge.group >= 0 else []
+    order = 0 if incident.top.verdict == VerdictKind.WRONG_GROUP else 4  # there the group is what matters
+    group = [
+        (f" · group {incident.group_name(edge.group)}" if not order else f" · {incident.group_name(edge.group)}", order)
+    ]
+    group = group if edge.group >= 0 else []
     if edge.waiter in incident.failed:
         op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
         return [(f"failed in {op.op} #{op.seq}", 0), *group]
@@ -250,10 +255,10 @@ def _rank_row(
     frame = state.frame if pending is None else None
     frame = frame if frame is not None or wait is None else _frame_of(wait)
     is_culprit = rank in incident.top.culprits
+    mark = "" if not is_culprit else f"{CULPRIT} " if width < _NARROW else f"{CULPRIT} culprit: "
     indent = 2 * min(depth, 12)
-    return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role),
-               (f"{CULPRIT} culprit: " if is_culprit else "", Role.BAD),
-               _fitting(parts, frame, width - 10 - len(str(rank)) - indent - 11 * is_culprit),
+    return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
+               _fitting(parts, frame, width - 10 - len(str(rank)) - indent - len(mark)),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
                at=(frame.file, frame.line) if frame else None)  # fmt: skip
@@ -264,7 +269,8 @@ def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     op = wait.operation
     number = f" #{op.seq}" if op.seq >= 0 else ""
     what = " ".join(part for part in (op.sizes, op.dtypes) if part)
-    rest = [(f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
+    is_wrong = incident.top.verdict == VerdictKind.WRONG_GROUP
+    rest = [(f" · group {op.group}", 0) if is_wrong else (f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
     if incident.is_over:
         return [(f"{op.op}{number}", 0), *_ENDED, *rest]
     return [("waits in ", 1), (f"{op.op}{number}", 0), *rest]
