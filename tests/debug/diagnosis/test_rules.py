@@ -180,7 +180,7 @@ def test_without_logs_and_codes_nothing_has_ended() -> None:
 
 
 @pytest.mark.parametrize(("code", "is_gone"), [(1, True), (-6, False), (134, False)])
-def test_a_rank_whose_peers_closed_is_gone_unless_a_library_aborted_it(code: int, is_gone: bool) -> None:
+def test_a_rank_whose_peers_closed_is_gone_unless_aborted(code: int, is_gone: bool) -> None:
     closed = LogEvent(kind=EventKind.COMM_CLOSED, rank=0, text="Connection closed by peer", source="l", line=1)
     record = RankRecord(rank=0, log=RankLog(source="l", events=(closed,)))
     assert _is_known_gone(run_of(record, ended(1, code)), (1,)) == is_gone
@@ -201,7 +201,7 @@ def doubted(**values: Any) -> Verdict:
     return Verdict(verdict=VerdictKind.STUCK_ON_CPU, headline="", culprits=(1,), confidence=0.5, **values)
 
 
-def test_a_stale_dump_or_another_name_contradicts_a_rank_that_did_not_come() -> None:
+def test_a_stale_dump_contradicts_a_rank_that_did_not_come() -> None:
     run = run_of(RankRecord(rank=0), RankRecord(rank=1))
     skewed = replace(run, flags=(Flag(flag=FlagKind.DUMP_SKEW, text="", ranks=(1,)),))
     assert not is_contradicted(run, doubted())
