@@ -58,10 +58,25 @@ def _ended_for_a_hang(record: RankRecord) -> bool:
         return True
     ended_s, steps = record.exit.time_s if record.exit else None, sorted(log.step_times.values())
     has_spoken = bool(log.error_end) and log.last_step_line < log.tail_line
-    if has_spoken or ended_s is None or len(steps) < 2:
+    if has_spoken or ended_s is None:
         return False
+    if len(steps) < 2:
+        return _by_the_clock(log.tail, ended_s) > LEAST_STANDSTILL_S
     longest_s = max(after - before for before, after in pairwise(steps))
     return ended_s - steps[-1] > max(LEAST_STANDSTILL_S, TIMES_LONGEST_GAP * longest_s)
+
+
+_CLOCK = re.compile(r"\s{0,8}\[?(\d\d):(\d\d):(\d\d)\b")
+DAY_S = 86_400
+
+
+def _by_the_clock(tail: Sequence[str], ended_s: float) -> float:
+    """Seconds from the last line to the end, where lines have a time and no date; 0 if they have none."""
+    match = _CLOCK.match(tail[-1]) if tail else None
+    if match is None:
+        return 0.0
+    hours, minutes, seconds = map(int, match.groups())
+    return (ended_s - (hours * 3600 + minutes * 60 + seconds)) % DAY_S
 
 
 def _was_killed(record: RankRecord) -> bool:
