@@ -8,8 +8,8 @@ from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.incident.busy_with import in_gc, last_words
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import (
-    hang_stack,
     is_importing,
+    is_recorders,
     main_frame,
     main_thread_state,
     user_frame,
@@ -96,17 +96,14 @@ def _is_our_dump(stack: StackSnapshot) -> bool:
 def _is_still_there(record: RankRecord, gil: StackSnapshot) -> bool:
     """Whether the process kept computing in the same call: C code lets a signal handler run, then takes the GIL again. Where the
     innermost frame has changed, Python ran in between: slowly, as on a machine whose processors others use."""
-    later = hang_stack(record)  # the same one, if there is no other: then nothing shows that it stayed there
-    return (
-        later is not None
-        and later is not gil
-        and _innermost(later) == _innermost(gil)
-        and record.process_state.startswith("R")
-    )
+    later = (stack for stack in record.stacks if stack is not gil and stack.main and stack.main.frames)
+    is_there = any(_innermost(stack) == _innermost(gil) for stack in later)
+    return is_there and record.process_state.startswith("R")
 
 
 def _innermost(stack: StackSnapshot) -> tuple[str, int]:
-    frames = stack.main.frames if stack.main else ()
+    """The innermost call of the main thread, without a handler of our recorder, which a signal lets run inside of any call."""
+    frames = [frame for frame in (stack.main.frames if stack.main else ()) if not is_recorders(frame)]
     return (frames[0].file, frames[0].line) if frames else ("", 0)
 
 

@@ -94,8 +94,13 @@ def user_frame(frames: Iterable[Frame], wrappers: frozenset[tuple[str, int]] = f
 
 def program_frames(thread: Thread) -> tuple[Frame, ...]:
     """A thread's frames without those of our recorder that wrote them down (most recent call first)."""
-    own = [place for place, frame in enumerate(thread.frames) if frame.file.endswith(_RECORDER)]
+    own = [place for place, frame in enumerate(thread.frames) if is_recorders(frame)]
     return thread.frames[own[-1] + 1 :] if own else thread.frames
+
+
+def is_recorders(frame: Frame) -> bool:
+    """Whether it is a call of our recorder, such as its handler of a signal."""
+    return frame.file.endswith((*_RECORDER, "/debug/record/signal_reader.py"))
 
 
 def main_frame(stack: StackSnapshot | None) -> Frame | None:

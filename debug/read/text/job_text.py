@@ -77,7 +77,7 @@ class JobText:
         elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
         elif "pid" in line.text and writer[0] == "rank" and (match := _STARTED.search(line.text[:200])):
-            self.links.setdefault(("pid", "", int(match["pid"] or match["first"])), writer[2])
+            self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
         told = self._told.owner(line, self.endings.found)
         if told is not None:
             self.links.setdefault(told, told[2])
@@ -204,6 +204,8 @@ class JobText:
         rulers, or in a record of a logger that goes on after `Traceback`: until a line has a writer of its own."""
         if "-- Process" in line.text and (match := _SPAWN_BLOCK.match(line.text)):
             self._quoted = ("local", f"{self.scope}|", int(match["rank"]))
+        elif "RayTaskError(" in line.text and (match := _RAY_TASK.search(line.text)):
+            self._quoted, line.text = ("pid", match["host"], int(match["pid"])), f"{TRACEBACK}:"  # the worker's follows
         elif "-----" in line.text and (match := _OUTPUT_BLOCK.match(line.text)):
             self._is_block = match["what"] == "Begin"
             self._quoted = ("rank", "", int(match["rank"])) if self._is_block else None
@@ -244,8 +246,10 @@ _INTRODUCED = re.compile(
     r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
 )
 # What a rank says of itself behind its number: `host a3 pid 4711 started`, `pid 4711 started`.
+_ENDED = r"(?:kill|exit|died|dead|terminat|gone)"
 _STARTED = re.compile(
-    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|{_PID}(?P<first>\d{{2,9}}),? started\b"
+    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})"
+    rf"|{_PID}(?P<first>\d{{2,9}}),? started\b"
 )
 # A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
 _ON_HOST = re.compile(
@@ -260,6 +264,7 @@ def _introduction(text: str) -> re.Match[str] | None:
     return _INTRODUCED.search(text[:200]) if _NUMBERED.search(text[:200]) else None
 
 
+_RAY_TASK = re.compile(r"RayTaskError\(\w{1,60}\): .{0,300}?\(pid=(?P<pid>\d{1,9}), ip=(?P<host>[\w.:]{1,60})")
 _RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 
 
