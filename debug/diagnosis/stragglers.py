@@ -54,18 +54,28 @@ def _slowest(run: Run, lane: Lane) -> _Late | None:
     created = column(run.ranks, "created_ns", [lane.members[i] for i in heard.tolist()], lane.row[heard][:, complete])
     if (created <= 0).any():
         return None
+    members = [lane.members[i] for i in heard.tolist()]
+    return _late(run, members, created)
+
+
+def _late(run: Run, members: Sequence[int], created: Array, *, is_thinned: bool = False) -> _Late | None:
+    """`created`: when each member issued each collective, which all issued. Of several that are issued in one go, and so awaited
+    together, the first counts: where a rank is really late, its steps take longer than it is late by."""
     ordered = np.partition(created, -2, axis=0)
     lag = ordered[-1] - ordered[-2]
     last = created.argmax(axis=0)
     span = int(ordered[-1].max() - created.min())
-    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(heard))
+    totals = np.bincount(last, weights=np.maximum(lag, 0), minlength=len(members))
     i = int(totals.argmax())
     late = lag >= LEAST_LAG_NS
     mine = lag[(last == i) & late]
-    if 2 * _waiting_ns(run, lane.members[int(heard[i])], created[i], (last == i) & late) >= mine.sum():
+    if 2 * _waiting_ns(run, members[i], created[i], (last == i) & late) >= mine.sum():
         return None  # it came late because others were: a later stage of a pipeline
     share = float(mine.sum()) / max(span, 1)
-    is_chance = len(heard) * _chance(len(mine), int(late.sum()), len(heard)) > CHANCE
+    if share > MOST_SHARE and not is_thinned:
+        first = np.diff(created[i], prepend=created[i][0]) >= lag
+        return _late(run, members, created[:, first], is_thinned=True) if first.sum() >= LEAST_TIMES else None
+    is_chance = len(members) * _chance(len(mine), int(late.sum()), len(members)) > CHANCE
     part = totals[i] / max(totals.sum(), 1)
     if (
         len(mine) < LEAST_TIMES
@@ -73,7 +83,7 @@ def _slowest(run: Run, lane: Lane) -> _Late | None:
         or part < (MOST_OF_IT if is_chance else HALF_OF_IT)
     ):
         return None
-    return _Late(rank=lane.members[int(heard[i])], lag_ns=int(np.median(mine)), times=len(mine), share=share)
+    return _Late(rank=members[i], lag_ns=int(np.median(mine)), times=len(mine), share=share)
 
 
 def _waiting_ns(run: Run, rank: int, created: Array, where: Array) -> int:

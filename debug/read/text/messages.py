@@ -75,7 +75,7 @@ def _group(text: str) -> Values:
 _STORE_KEY = re.compile(
     r"(?:wait timeout after \d{1,12} ?ms, keys:|[Tt]imeout waiting for key:?|waiting for key) '?(?P<key>[^\s,']{1,200})"
 )
-_KEY_RANK = re.compile(r"(?:^|(?<!cuda/)/)(\d{1,6})$")  # behind `//cuda//` stands the number of a communicator
+_KEY_RANK = re.compile(r"(?:^|(?<!cuda/)/)(?:rank_)?(\d{1,6})$")  # not the number of a communicator, `//cuda//0`
 _UNIQUE_ID = re.compile(r"retrieving ncclUniqueId from \[(\d{1,6})\]")
 _STORE_LOST = re.compile(
     r"Connection (?:reset|closed|refused|was likely closed)|[Bb]roken pipe|recvValue failed|Failed to recv"
