@@ -80,7 +80,7 @@ def open_run(
         store, only = _open(url, store)
     place, found, packed = _look(store, only, incident)
     if not packed:
-        return _read_run(RunEvidence(store=store), place, found)
+        return _read_run(RunEvidence(store=store), place, found, only)
     flags: list[Flag] = []
     has_others = any(not is_archive(file.path) for file in found)
     with unpacked_archives(store, packed, flags, is_only=only is not None, has_others=has_others) as inside:
@@ -110,7 +110,9 @@ def _evidence(store: Store, only: str | None, incident: str | None) -> tuple[Inc
     return place, [file for file in evidence_files(store, place) if only is None or file.path == only]
 
 
-def _read_run(evidence: RunEvidence, place: IncidentFolders, found: Sequence[EvidenceFile]) -> Run:
+def _read_run(
+    evidence: RunEvidence, place: IncidentFolders, found: Sequence[EvidenceFile], only: str | None = None
+) -> Run:
     with no_gc():
         keep = _operations_per_box(found)
         tails = [file for file in found if keep and file.path.endswith(".box")]
@@ -125,7 +127,7 @@ def _read_run(evidence: RunEvidence, place: IncidentFolders, found: Sequence[Evi
         keep_newest_attempt(evidence)
         finish_texts(evidence)
         if evidence.num_evidence == 0:
-            raise _nothing(evidence, place.folders)
+            raise _nothing(evidence, place.folders, only)
         return assemble(evidence, place.incident, place.incidents)
 
 
@@ -146,12 +148,17 @@ def _open(url: StrPath, store: Store | None) -> tuple[Store, str | None]:
     return store, None
 
 
-def _nothing(evidence: RunEvidence, folders: tuple[str, ...]) -> TitanError:
+def _nothing(evidence: RunEvidence, folders: tuple[str, ...], only: str | None) -> TitanError:
     store = evidence.store
     if evidence.flags:
         first, count = evidence.flags[0], len(evidence.flags)
         files = "1 damaged file" if count == 1 else f"{count} damaged files, first"
         return TitanError(f"{store}: nothing readable: {files}: {first.source}: {first.text}")
+    if only is not None:
+        path = f"{str(store).rstrip('/')}/{only}"
+        return NotFoundError(
+            f"{path} is no dump, stack, black box, log or archive of these; give one, or a folder of them"
+        )
     where = ", ".join(folder or "the folder itself" for folder in folders) or "no debug/ or logs/ folder"
     return NotFoundError(
         f"{store}: no dump, stack, black box or log found ({where}). Give a run's URL, a folder of Flight Recorder dumps "

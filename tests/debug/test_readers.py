@@ -26,7 +26,7 @@ from titan_ckpt.debug.read.plain_pickle import plain_loads
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.job_text import JobText, read_text
 from titan_ckpt.debug.record.hooks import BoxWriter
-from titan_ckpt.errors import DamagedError, TitanError, UnsafeContentError
+from titan_ckpt.errors import DamagedError, NotFoundError, TitanError, UnsafeContentError
 from tools.paths import DATA, INCIDENTS
 
 
@@ -76,6 +76,12 @@ def test_one_log_with_prefixed_lines_is_split_by_rank() -> None:
 def test_single_dump_file_is_accepted() -> None:
     run = open_run(str(INCIDENTS / "ok" / "rank_2"))
     assert len(run.ranks[2].operations) == 10
+
+
+def test_a_file_that_is_no_evidence_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other.bin").write_bytes(bytes(range(256)) * 8)
+    with pytest.raises(NotFoundError, match=r"other\.bin is no dump, stack, black box, log or archive"):
+        open_run(str(tmp_path / "other.bin"))
 
 
 def test_old_dump_with_seq_id_and_without_process_group_is_read(tmp_path: Path) -> None:
