@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan_ckpt.debug.incident.frames import hang_stack, program_frames
+from titan_ckpt.debug.incident.frames import hang_stack, program_frames, user_frame
 from titan_ckpt.debug.incident.kinds import STALL, RankState
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord, StackSnapshot
 from titan_ckpt.tui.data.incident import Incident
@@ -31,7 +31,9 @@ def stack_of(incident: Incident, rank: int) -> ShownStack | None:
     if state.kind == RankState.DEAD:
         found = _of_crash(record) or _of_exception(record, state.frame) or _of_hang(record)
     else:
-        found = (_of_stall(record) if incident.is_over else _of_hang(record)) or _of_operation(incident, rank)
+        found = _of_stall(record) if incident.is_over else _of_hang(record)
+        raised = None if incident.is_over or record.has_flight_recorder else _of_error(record)
+        found = found or raised or _of_operation(incident, rank)
     return found if found is not None and found.frames else None
 
 
@@ -52,6 +54,12 @@ def _of_exception(record: RankRecord, frame: Frame | None) -> ShownStack | None:
         return None
     calls = next((event.calls for event in record.events if frame in event.calls), ())
     return ShownStack(name="stack of its exception" if calls else "line of its exception", frames=calls or (frame,))
+
+
+def _of_error(record: RankRecord) -> ShownStack | None:
+    """Where the communication library raised an error in a rank: there it had waited."""
+    calls = next((event.calls for event in record.events if event.kind.is_communication and event.calls), ())
+    return ShownStack(name="stack of its error", frames=calls) if calls else None
 
 
 def _of_hang(record: RankRecord) -> ShownStack | None:
@@ -77,4 +85,9 @@ def _of_operation(incident: Incident, rank: int) -> ShownStack | None:
     if op is None or incident.is_over:
         return None
     number = f" #{op.seq}" if op.seq >= 0 else ""
-    return ShownStack(name=f"stack of {op.op}{number}", frames=op.frames)
+    record, line = incident.run.ranks[rank], user_frame(op.frames, incident.run.wrappers)
+    if record.has_flight_recorder or line is None:
+        return ShownStack(name=f"stack of {op.op}{number}", frames=op.frames)
+    return ShownStack(
+        name=f"line of {op.op}{number}", frames=(line,)
+    )  # a black box keeps one stack for all calls of a line
