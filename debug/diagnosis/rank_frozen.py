@@ -97,8 +97,13 @@ def _is_still_there(record: RankRecord, gil: StackSnapshot) -> bool:
     """Whether the process kept computing in the same call: C code lets a signal handler run, then takes the GIL again. Where the
     innermost frame has changed, Python ran in between: slowly, as on a machine whose processors others use."""
     later = (stack for stack in record.stacks if stack is not gil and stack.main and stack.main.frames)
-    is_there = any(_innermost(stack) == _innermost(gil) for stack in later)
+    is_there = any(_innermost(stack) == _innermost(gil) for stack in later) or _needed_sigkill(record)
     return is_there and record.process_state.startswith("R")
+
+
+def _needed_sigkill(record: RankRecord) -> bool:
+    """Whether SIGTERM did not end it: a tick at its end may be the handler's, which C code lets run, then takes the GIL again."""
+    return record.exit is not None and record.exit.was_told and signal_of(record.exit.code) == signal.SIGKILL
 
 
 def _innermost(stack: StackSnapshot) -> tuple[str, int]:
