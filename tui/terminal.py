@@ -28,10 +28,8 @@ def fitting_theme(answer: float | None) -> str:
 
     `answer`: the lightness of the background as the terminal says, else COLORFGBG counts (rxvt and Konsole set it).
     """
-    has_few = Console(force_terminal=True).color_system in (
-        None,
-        "standard",
-    )  # as Rich, which draws, sees TERM and COLORTERM
+    # As Rich, which draws, sees TERM and COLORTERM.
+    has_few = Console(force_terminal=True).color_system in (None, "standard")
     is_light = answer > 0.5 if answer is not None else os.environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
     if has_few or "NO_COLOR" in os.environ:
         return "ansi-light" if is_light else "ansi-dark"

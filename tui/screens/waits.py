@@ -217,11 +217,7 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
         return [("waits in init", 0), *sure]
-    order = 0 if incident.top.verdict == VerdictKind.WRONG_GROUP else 4  # there the group is what matters
-    group = [
-        (f" · group {incident.group_name(edge.group)}" if not order else f" · {incident.group_name(edge.group)}", order)
-    ]
-    group = group if edge.group >= 0 else []
+    group = [_group_part(incident, incident.group_name(edge.group))] if edge.group >= 0 else []
     if edge.waiter in incident.failed:
         op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
         return [(f"failed in {op.op} #{op.seq}", 0), *group]
@@ -269,11 +265,15 @@ def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     op = wait.operation
     number = f" #{op.seq}" if op.seq >= 0 else ""
     what = " ".join(part for part in (op.sizes, op.dtypes) if part)
-    is_wrong = incident.top.verdict == VerdictKind.WRONG_GROUP
-    rest = [(f" · group {op.group}", 0) if is_wrong else (f" · {op.group}", 4), (f" ({what})" if what else "", 3)]
+    rest = [_group_part(incident, str(op.group)), (f" ({what})" if what else "", 3)]
     if incident.is_over:
         return [(f"{op.op}{number}", 0), *_ENDED, *rest]
     return [("waits in ", 1), (f"{op.op}{number}", 0), *rest]
+
+
+def _group_part(incident: Incident, name: str) -> tuple[str, int]:
+    """The group of a wait, as a part of `with_place`: the last to go where a rank took the wrong one."""
+    return (f" · group {name}", 0) if incident.top.verdict == VerdictKind.WRONG_GROUP else (f" · {name}", 4)
 
 
 def _frame_of(wait: Wait) -> Frame | None:

@@ -46,7 +46,8 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         for rank in others
         if rank not in present and _is_suspect(run, rank, states[rank], has_unseen=bool(unseen), is_closed=is_closed)
     ]
-    suspects = [rank for rank in suspects if rank not in _collectors(run)] or suspects
+    collectors = _collectors(run)
+    suspects = [rank for rank in suspects if rank not in collectors] or suspects
     cut_off = [rank for rank in suspects if _was_cut_off(run.ranks[rank], states[rank])]
     if len(cut_off) < len(suspects):
         suspects = [rank for rank in suspects if rank not in cut_off]
