@@ -103,6 +103,12 @@ def is_recorders(frame: Frame) -> bool:
     return frame.file.endswith((*_RECORDER, "/debug/record/signal_reader.py"))
 
 
+def program_folder(frames: Iterable[Frame]) -> str:
+    """The folder of the program that was started: that of its outermost frame (frames: most recent call first)."""
+    outer = next((frame for frame in reversed([*frames]) if frame.function == "<module>"), None)
+    return outer.file.rpartition("/")[0] if outer is not None and not is_library(outer) else ""
+
+
 def main_frame(stack: StackSnapshot | None) -> Frame | None:
     """The user's frame in the main thread."""
     return user_frame(stack.main.frames) if stack and stack.main else None
@@ -122,6 +128,15 @@ def crashed_thread(record: RankRecord, stack: StackSnapshot | None) -> tuple[Evi
     if stack.current is not None:
         text = f"it crashed in the thread {stack.current.name}"
     return (Evidence(text=text, rank=record.rank, source=stack.source),)
+
+
+def when_aborted(record: RankRecord) -> tuple[Evidence, ...]:
+    """Where the main thread was when a library's own thread aborted the process."""
+    stack = next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
+    frame = main_frame(stack)
+    if stack is None or frame is None:
+        return ()
+    return (Evidence.at(frame, text=f"aborted while in {frame.function}", rank=record.rank, source=stack.source),)
 
 
 def hang_stack(record: RankRecord) -> StackSnapshot | None:

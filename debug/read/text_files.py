@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.kinds import IN_LOG, FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
-from titan_ckpt.debug.read.log_names.numbers import name_ranks
+from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
 from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
 from titan_ckpt.debug.read.reports.exports import PAGES, TABLES, page_text, table_lines
@@ -224,7 +224,9 @@ def finish_texts(evidence: RunEvidence) -> None:
         if pid:
             pids[pid] = rank
     _forget_earlier_attempts(evidence.texts)
-    if not evidence.ranks:
+    if evidence.ranks:
+        name_recorded(evidence.texts, sum(found.sidecar is not None for found in evidence.ranks.values()))
+    else:
         name_ranks(evidence.texts)
     take_calls(evidence.texts)
     texts = [*evidence.texts, *compared(evidence.progress)]

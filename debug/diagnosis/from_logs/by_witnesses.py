@@ -23,6 +23,7 @@ from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONG
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import when_aborted
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
@@ -132,7 +133,7 @@ def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict
         step=run.step_of(event.rank),
         headline=f"rank {event.rank} received {_sizes(event)} its call expects: ranks disagree about a size, a dtype or "
         "a call (the logs do not show which peer is wrong; this rank is only the one that noticed)",
-        evidence=(said(event), *_places_of_others(run, event.rank)),
+        evidence=(said(event), *when_aborted(run.ranks[event.rank]), *_places_of_others(run, event.rank)),
         next_steps=(
             f"compare what rank {event.rank} and the others call at those lines: a branch or a size that differs",
             "turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",

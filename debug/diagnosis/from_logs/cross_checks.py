@@ -7,7 +7,7 @@ import re
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -67,6 +67,13 @@ def _tells_exceptions(run: Run) -> bool:
     )
 
 
+def _has_ended_well(record: RankRecord) -> bool:
+    """Whether its recorder says so, or nobody raised an exception in its log."""
+    if record.heartbeat and record.heartbeat.status == 0:
+        return True
+    return record.log is not None and own_exception(record) is None
+
+
 EARLIER_NS = 1_000_000_000
 
 
@@ -74,7 +81,7 @@ def _ended_before(run: Run, verdict: Verdict) -> bool:
     """Whether a rank that is said to have finished early ended before those that waited for it, where its recorder alone says so,
     and may have taken an uncaught exception for an orderly end, as older ones did."""
     finished = [run.ranks[rank] for rank in verdict.culprits if run.ranks[rank].exit is None]
-    if all(record.heartbeat and record.heartbeat.status == 0 for record in finished) or _tells_exceptions(run):
+    if all(_has_ended_well(record) for record in finished) or _tells_exceptions(run):
         return True
     ends = [record.heartbeat.alive_ns for record in finished if record.heartbeat and record.heartbeat.is_stopped]
     others = [run.ranks[rank].heartbeat for rank in verdict.victims if rank in run.ranks]

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.frames import when_aborted
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankLog, Run, Verdict
 
@@ -110,9 +111,12 @@ def _verdict(run: Run, rank: int, text: str, own: LogEvent | None, noticed: LogE
         verdict=VerdictKind.SKIPPED_COLLECTIVE, culprits=(rank,), victims=victims, step=run.step_of(rank),
         confidence=Basis.ODD_ONE.confidence,
         headline=f"{rank_list((rank,))} {text}{f'; it was{where}' if where else ''}",
-        evidence=tuple(
-            Evidence.at(event.frame, text=event.text[:200], rank=event.rank, source=f"{event.source}:{event.line}")
-            for event in (own, noticed) if event is not None
+        evidence=(
+            *(
+                Evidence.at(event.frame, text=event.text[:200], rank=event.rank, source=f"{event.source}:{event.line}")
+                for event in (own, noticed) if event is not None
+            ),
+            *when_aborted(run.ranks[noticed.rank]),
         ),
         chain=tuple((other, rank) for other in victims),
         next_steps=(

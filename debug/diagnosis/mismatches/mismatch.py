@@ -14,7 +14,7 @@ from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.frames import is_library, user_frame
+from titan_ckpt.debug.incident.frames import is_library, program_folder, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Frame, Operation, Run, Verdict
 
@@ -283,9 +283,13 @@ def _issued(run: Run, rank: int, operation: Operation, count: int = 1) -> Eviden
 
 
 def _caller(operation: Operation, frame: Frame) -> str:
-    """` (called at file:line)`: the line at fault is often not that of a shared training step, but the one that calls it."""
-    around = operation.frames[operation.frames.index(frame) + 1 :]
-    caller = next((one for one in around if not is_library(one)), None)
+    """` (called at file:line)`: the line at fault is often not that of a shared training step or of a library outside of
+    site-packages, but the one that calls it."""
+    around = [one for one in operation.frames[operation.frames.index(frame) + 1 :] if not is_library(one)]
+    program = program_folder(operation.frames)
+    is_outside = bool(program) and not frame.file.startswith(f"{program}/")
+    own = [one for one in around if one.file.startswith(f"{program}/")] if is_outside else []
+    caller = next(iter(own or around), None)
     return f" (called at {caller.place})" if caller else ""
 
 

@@ -42,6 +42,14 @@ def name_ranks(texts: Sequence[JobText]) -> None:
         _give_own_texts(own if is_whole else {})
 
 
+def name_recorded(texts: Sequence[JobText], num_ranks: int) -> None:
+    """Give a log to the one of `num_ranks` recorded ranks whose recorder speaks there: a console has a line of each."""
+    if num_ranks > 1:
+        for text in texts:
+            if len(text.recorded) == 1 and not _is_launchers(text):
+                _give_own_texts({min(text.recorded): text})
+
+
 def _give_own_texts(own: Mapping[int, JobText]) -> None:
     """Give each text to the one rank that introduces itself in it, where no other rank writes there."""
     for rank, text in own.items():

@@ -13,6 +13,7 @@ from titan_ckpt.debug.read.text.messages import LANDMARKS
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
+from titan_ckpt.debug.read.text.writers.introductions import ON_HOST, STARTED, introduction, listening_rank
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
 from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
@@ -49,6 +50,7 @@ class JobText:
     is_turned: bool = False  # the file has its newest line first: lines are counted from its end
     nccl: NcclCalls = field(init=False)
     introduced: int | None = None  # the rank that said first who it is
+    recorded: set[int] = field(default_factory=set)  # the ranks whose recorder said here where it listens
     _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _prefixes: OwnPrefixes = field(default_factory=OwnPrefixes)
@@ -74,9 +76,9 @@ class JobText:
         writer = self._writer(line)
         if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
             writer = self._named_inside(line, writer)
-        elif "pid" in line.text and (match := _introduction(line.text)) and int(match["rank"]) == writer[2]:
+        elif "pid" in line.text and (match := introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
-        elif "pid" in line.text and writer[0] == "rank" and (match := _STARTED.search(line.text[:200])):
+        elif "pid" in line.text and writer[0] == "rank" and (match := STARTED.search(line.text[:200])):
             self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
         told = self._told.owner(line, self.endings.found)
         if told is not None:
@@ -178,10 +180,13 @@ class JobText:
         elif writer[0] == "pid" and (match := _RAY_SET_UP.search(line.text)):
             self.links[writer] = int(match["rank"])
             return writer
+        elif (listening := listening_rank(line.text)) is not None:
+            self.recorded.add(listening)
+            return writer
         else:
-            if match := _ON_HOST.search(line.text[:200]):
+            if match := ON_HOST.search(line.text[:200]):
                 self.hosts.setdefault(int(match["rank"] or match["other"]), match["host"] or match["named"])
-            if match := _introduction(line.text):
+            if match := introduction(line.text):
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
                 if writer[0] == "local":
                     self.links.setdefault(writer, int(match["rank"]))
@@ -238,32 +243,6 @@ _GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40}) (?:PG GUID [^\]]{0,80})?Rank \d{1,
 _RAY_RANK = re.compile(
     r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
 )
-# What programs say of themselves at their start; Lightning and DETR's descendants in these words.
-_RANK = r"\b(?:[Gg]lobal[ _]?|GLOBAL_)?(?:[Rr]ank|RANK)[ =:]{1,3}(?P<rank>\d{1,6})"
-_PID = r"\bpid[ =:]{1,3}"
-_INTRODUCED = re.compile(
-    rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
-    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
-)
-# What a rank says of itself behind its number: `host a3 pid 4711 started`, `pid 4711 started`.
-_ENDED = r"(?:kill|exit|died|dead|terminat|gone)"
-_STARTED = re.compile(
-    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})"
-    rf"|{_PID}(?P<first>\d{{2,9}}),? started\b"
-)
-# A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
-_ON_HOST = re.compile(
-    r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b(?:/\d{1,6}| of \d{1,6})?"
-    r"(?:,? \w{1,30}[ =:]{1,2}\d{1,9}){0,4},? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
-    r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
-)
-_NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
-
-
-def _introduction(text: str) -> re.Match[str] | None:
-    return _INTRODUCED.search(text[:200]) if _NUMBERED.search(text[:200]) else None
-
-
 _RAY_TASK = re.compile(r"RayTaskError\(\w{1,60}\): .{0,300}?\(pid=(?P<pid>\d{1,9}), ip=(?P<host>[\w.:]{1,60})")
 _RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.debug.log_names.test_pods import OWN, PEER, first_verdict
+from titan_ckpt.debug.read.log_names.numbers import name_recorded
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
 
 
 def steps(minute: int) -> str:
@@ -88,3 +90,26 @@ def test_numbers_of_something_else_are_no_ranks(tmp_path: Path, name: str) -> No
     for number in range(first, first + 3):
         (tmp_path / name.format(number)).write_text(steps(10) + (OWN if number == 2 else PEER))
     assert first_verdict(tmp_path).culprits == ()
+
+
+def listens(rank: int) -> str:
+    return f"[W1122 01:49:08.1 WorkerServer.cpp:113] [c10d] Server listening to UNIX /rec/rank_{rank:05d}.sock\n"
+
+
+TORCHRUN = (
+    "W1122 01:49:09.1 41 torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 42 closing signal\n"
+)
+LISTENING = {
+    "of one rank": (listens(2) + OWN, 3, 2),
+    "of a console": (listens(0) + listens(2) + OWN, 3, None),
+    "of the only recorded rank": (listens(2) + OWN, 1, None),
+    "of a launcher": (listens(2) + TORCHRUN, 3, None),
+}
+
+
+@pytest.mark.parametrize("case", LISTENING)
+def test_log_in_which_one_recorder_speaks_is_its_ranks(case: str) -> None:
+    said, num_ranks, owner = LISTENING[case]
+    text = read_text(JobText(source="stderr.log", scope=""), [(said.encode(), False)])
+    name_recorded([text], num_ranks)
+    assert {writer[2] for writer in text.writers if writer != NOBODY} == ({owner} - {None})

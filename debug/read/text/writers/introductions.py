@@ -1,0 +1,41 @@
+"""Lines by which a rank says who it is: at a program's start, by its host and pid, or by where its recorder listens."""
+
+from __future__ import annotations
+
+import re
+
+# What programs say of themselves at their start; Lightning and DETR's descendants in these words.
+_RANK = r"\b(?:[Gg]lobal[ _]?|GLOBAL_)?(?:[Rr]ank|RANK)[ =:]{1,3}(?P<rank>\d{1,6})"
+_PID = r"\bpid[ =:]{1,3}"
+_INTRODUCED = re.compile(
+    rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
+    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
+)
+# What a rank says of itself behind its number: `host a3 pid 4711 started`, `pid 4711 started`.
+_ENDED = r"(?:kill|exit|died|dead|terminat|gone)"
+STARTED = re.compile(
+    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})"
+    rf"|{_PID}(?P<first>\d{{2,9}}),? started\b"
+)
+# A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
+ON_HOST = re.compile(
+    r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b(?:/\d{1,6}| of \d{1,6})?"
+    r"(?:,? \w{1,30}[ =:]{1,2}\d{1,9}){0,4},? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
+    r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
+)
+_NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
+
+
+def introduction(text: str) -> re.Match[str] | None:
+    """A line such as `rank 3/8 pid 4711`."""
+    return _INTRODUCED.search(text[:200]) if _NUMBERED.search(text[:200]) else None
+
+
+# torch/csrc/distributed/c10d/control_plane/WorkerServer.cpp, on the socket that the recorder names after its rank.
+_LISTENING = re.compile(r"\] Server listening to UNIX \S{0,4096}/rank_(?P<rank>\d{5})\.sock$")
+
+
+def listening_rank(text: str) -> int | None:
+    """The rank whose recorder says that torch's worker server listens on its socket."""
+    match = _LISTENING.search(text) if "Server listening to UNIX" in text else None
+    return int(match["rank"]) if match else None
