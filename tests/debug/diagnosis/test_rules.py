@@ -25,9 +25,10 @@ from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
 from titan_ckpt.debug.diagnosis.standstill import is_beginning
 from titan_ckpt.debug.diagnosis.told_waits import _distances, _inferred
+from titan_ckpt.debug.diagnosis.transport import _came_too_late
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, VerdictKind
-from titan_ckpt.debug.incident.records import Exit, Flag, Heartbeat, LogEvent, RankLog, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import Dump, Exit, Flag, Heartbeat, LogEvent, RankLog, RankRecord, Run, Verdict
 
 EARLIER = Flag(flag=FlagKind.EARLIER_ATTEMPT, text="")
 RANKS = "0 1 2: all_reduce@1 broadcast@2?"
@@ -208,3 +209,63 @@ def test_a_stale_dump_contradicts_a_rank_that_did_not_come() -> None:
     assert is_contradicted(skewed, doubted())
     assert not is_contradicted(skewed, replace(doubted(), culprits=()))
     assert not is_contradicted(skewed, replace(doubted(), confidence=0.95))
+
+
+def came_at(*moments_s: float) -> Run:
+    """Ranks that issued the same operation at these moments, the first two of which gave it up after 60 s."""
+    run = job("0 1 2: all_reduce@1?")
+    given_up = LogEvent(kind=EventKind.COMM_TIMEOUT, rank=0, text="timed out after 60000 ms", source="l", line=1)
+    for rank, moment_s in enumerate(moments_s):
+        run.ranks[rank].operations["created_ns"] = int(moment_s * 1e9)
+    return replace(
+        run,
+        ranks={
+            rank: replace(record, log=RankLog(source="l", events=(replace(given_up, rank=rank),)))
+            if rank < 2
+            else record
+            for rank, record in run.ranks.items()
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("moments_s", "late"),
+    [((100, 101, 171), (2,)), ((100, 101, 150), ()), ((0, 101, 171), ()), ((0, 0, 171), ()), ((100, 171, 172), ())],
+)
+def test_the_one_that_came_after_the_timeout_is_named(moments_s: tuple[float, ...], late: tuple[int, ...]) -> None:
+    run = came_at(*moments_s)
+    found = _came_too_late(run, lanes(run)[0], 1)
+    assert (() if found is None else found.culprits) == late
+
+
+def beat(alive_s: float, *, is_stopped: bool, status: int | None = None) -> Heartbeat:
+    alive_ns = int(alive_s * 1e9)
+    return Heartbeat(step=1, phase="", phase_ns=0, alive_ns=alive_ns, source="b", is_stopped=is_stopped, status=status)
+
+
+STOPPED, WAITS = beat(100.0, is_stopped=True), beat(100.5, is_stopped=False)
+QUIET = RankLog(source="l")
+RAISED = RankLog(source="l", events=(replace(interrupt(99.0), values={"type": "ValueError"}),))
+DUMPED = Dump(source="d", kind=DumpKind.FLIGHT_RECORDER, reason="exception", version="", num_operations=1)
+EARLY_ENDS: Mapping[str, tuple[Heartbeat, RankLog | None, Heartbeat, tuple[Dump, ...], bool]] = {
+    "an older recorder alone": (STOPPED, None, WAITS, (), True),
+    "long before the others": (STOPPED, None, beat(102.0, is_stopped=False), (), False),
+    "its recorder says how": (replace(STOPPED, status=0), None, WAITS, (), False),
+    "its recorder says that it failed": (replace(STOPPED, status=1), None, WAITS, (), True),
+    "its log holds no exception": (STOPPED, QUIET, WAITS, (), False),
+    "its log holds one": (STOPPED, RAISED, WAITS, (), True),
+    "recorders that tell exceptions": (STOPPED, None, WAITS, (DUMPED,), False),
+    "recorders that took one for an end": (STOPPED, None, replace(WAITS, is_stopped=True), (DUMPED,), True),
+    "dumps for another reason": (STOPPED, None, WAITS, (replace(DUMPED, reason="stall"),), True),
+}
+
+
+@pytest.mark.parametrize("case", EARLY_ENDS)
+def test_an_early_end_of_which_nothing_says_how_is_doubted(case: str) -> None:
+    own, log, others, dumps, is_doubted = EARLY_ENDS[case]
+    run = run_of(
+        RankRecord(rank=0, heartbeat=others, dumps=dumps),
+        RankRecord(rank=1, heartbeat=own, log=log),
+    )
+    early = replace(doubted(subtype=Subtype.FINISHED_EARLY), confidence=0.85, victims=(0,))
+    assert is_contradicted(run, early) == is_doubted
