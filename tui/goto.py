@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.rows import RowLink
 from titan_ckpt.tui.session.session import Session
 
@@ -82,7 +82,7 @@ def state_of(session: Session, text: str) -> str:
     if incident is None or state is None:
         return ""
     mark = "culprit: " if state.rank in incident.top.culprits else ""
-    return f"{mark}{SITUATIONS[state.kind].label}{state.where}"
+    return f"{mark}{incident.doing(state.rank)}{state.where}"
 
 
 def _hosts(incident: Incident, start: str) -> list[str]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
+from titan_ckpt.debug.diagnosis.rhythm import Departure, left_rhythm
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import SEND, Evidence, Operation, Run, Situation, Verdict
 
 HISTORY = 64
 
@@ -24,6 +25,11 @@ class _Cycle:
     inside: tuple[Edge, ...]
     outside: tuple[int, ...]
     states: Mapping[int, Situation]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the ranks wait for each other."""
+        return any(edge.waiter in self.ranks for edge in self.inside)
 
     def others(self, culprits: Sequence[int]) -> tuple[int, ...]:
         """All ranks that wait, but the culprits."""
@@ -58,10 +64,66 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
     inside = tuple(edge for edge in edges if edge.waiter in ranks and edge.awaited in ranks)
     outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in ranks} - set(ranks)))
     cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
-    finding = (
-        _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _skipped(cycle) or _across_groups(cycle)
-    )
+    if any(edge.is_p2p for edge in inside):
+        rules = (_off_rhythm, _p2p_cycle, _half_missing, _wrong_group, _skipped)
+    else:
+        rules = (_wrong_group, _skipped, _off_rhythm)
+    finding = next((found for rule in rules if (found := rule(cycle)) is not None), None) or _across_groups(cycle)
     return _verdict(cycle, finding)
+
+
+def off_rhythm(
+    run: Run, ranks: Sequence[int], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Iterator[Verdict]:
+    """The verdict on the one of some ranks, for which others wait, that left the order which it had repeated."""
+    inside = tuple(edge for edge in edges if edge.awaited in ranks)
+    outside = tuple(sorted({edge.waiter for edge in inside} - set(ranks)))
+    cycle = _Cycle(run=run, ranks=tuple(ranks), inside=inside, outside=outside, states=states)
+    finding = _off_rhythm(cycle) if inside and len(ranks) <= MOST_COMPARED else None
+    if finding is not None:
+        yield _verdict(cycle, finding)
+
+
+MOST_COMPARED = 64
+
+
+def _off_rhythm(cycle: _Cycle) -> _Finding | None:
+    """What the one rank did that left the order which it had repeated, in all groups, sends and receives."""
+    found = {rank: left for rank in cycle.ranks if (left := left_rhythm(cycle.run.ranks[rank])) is not None}
+    if len(found) != 1:
+        return None
+    [(rank, left)] = found.items()
+    expected, done = cycle.run.operation(rank, left.expected), cycle.run.operation(rank, left.row)
+    verdict, subtype = VerdictKind.SKIPPED_COLLECTIVE, Subtype.NONE
+    if left.what == Departure.SKIPPED:
+        verdict = VerdictKind.P2P_MISSING_PEER if expected.p2p else verdict
+        text = (
+            f"left out {_called(cycle.run, expected)}, which it had issued at this point until then, and went on with "
+            f"{_called(cycle.run, done)}"
+        )
+    elif left.what == Departure.EXTRA:
+        verdict = VerdictKind.P2P_MISSING_PEER if done.p2p else verdict
+        subtype = Subtype.NONE if done.p2p else Subtype.EXTRA_COLLECTIVE
+        text = f"issued an extra {_called(cycle.run, done)}, before {_called(cycle.run, expected)}"
+    else:
+        verdict, subtype = VerdictKind.ORDER_MISMATCH, Subtype.ACROSS_GROUPS
+        text = f"issued {_called(cycle.run, done)} before {_called(cycle.run, expected)}, unlike until then"
+    return _Finding(
+        verdict=verdict,
+        subtype=subtype,
+        culprits=(rank,),
+        victims=cycle.others((rank,)),
+        basis=Basis.BROKE_ROUTINE,
+        headline=f"{f'ranks {_list(cycle.ranks)} wait for each other, since ' * cycle.is_closed}rank {rank} {text}",
+        advice="look for the branch that changes the order of operations on that rank (an empty batch, a rank-local condition)",
+        edges=tuple(sorted(cycle.inside, key=lambda edge: edge.awaited != rank)),
+    )
+
+
+def _called(run: Run, operation: Operation) -> str:
+    peer = f" {'to' if operation.p2p == SEND else 'from'} rank {operation.peer}" if operation.p2p else ""
+    frame = user_frame(operation.frames, run.wrappers)
+    return f"{operation.op}{peer} of group {operation.group}{f' at {frame.place}' if frame else ''}"
 
 
 def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
@@ -76,11 +138,17 @@ def _circle(cycle: _Cycle) -> _Finding:
         verdict=VerdictKind.P2P_CYCLE,
         culprits=cycle.ranks,
         victims=cycle.outside,
-        basis=Basis.WAIT_CYCLE,
+        basis=_sureness(cycle),
         headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: a P2P cycle",
         advice="reverse the order on every second rank, or use batch_isend_irecv",
         edges=cycle.inside,
     )
+
+
+def _sureness(cycle: _Cycle) -> Basis:
+    """Of full rings that have lost the numbers of messages, and the order before, nobody can tell which half is missing."""
+    is_known = all(edge.seq >= 0 or edge.is_inferred for edge in cycle.inside if edge.is_p2p)
+    return Basis.WAIT_CYCLE if is_known else Basis.CYCLE_TIE
 
 
 def _odd_one(cycle: _Cycle) -> _Finding | None:
@@ -131,7 +199,7 @@ def _half_missing(cycle: _Cycle) -> _Finding | None:
         verdict=VerdictKind.P2P_MISSING_PEER,
         culprits=missing,
         victims=cycle.others(missing),
-        basis=Basis.WAIT_CYCLE,
+        basis=_sureness(cycle),
         headline=f"rank {first.waiter} waits for rank {first.awaited}'s half of a send/recv pair, which rank {first.awaited} "
         + why,
         advice="look for the branch that leaves the send or recv out on that rank, or gives it another peer",
@@ -239,7 +307,7 @@ def _alone(cycle: _Cycle, rank: int) -> _Stray | None:
     if mine is None or any(edge.group == mine.group for edge in inside if edge.waiter != rank) or _joined(run, mine):
         return None
     for edge in inside:
-        if edge.awaited == rank and not edge.is_p2p and edge.group != mine.group:
+        if edge.awaited == rank and not (edge.is_p2p or edge.is_queued) and edge.group != mine.group:
             called, expected = _operation(run, mine), _operation(run, edge)
             if called and expected and _same(called, expected):
                 return _Stray(rank=rank, expected=expected, called=called)
@@ -295,7 +363,7 @@ def _row(run: Run, edge: Edge) -> int | None:
     table = run.ranks[edge.waiter].operations
     found = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
     if edge.is_p2p:
-        found &= table["peer"] == edge.awaited
+        found &= (table["peer"] == edge.awaited) & (not edge.direction or table["p2p"] == edge.direction)
     rows = found.nonzero()[0]
     return int(rows[-1]) if len(rows) else None
 

@@ -15,7 +15,8 @@ from titan_ckpt.debug.diagnosis.awaited_rank import (
     verdict_of,
     without_end,
 )
-from titan_ckpt.debug.diagnosis.deadlock import deadlock
+from titan_ckpt.debug.diagnosis.deadlock import deadlock, off_rhythm
+from titan_ckpt.debug.diagnosis.device_order import waits_on_device
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -45,7 +46,7 @@ from titan_ckpt.debug.diagnosis.standstill import ended_in_wait, is_beginning, i
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.told_waits import MAX_CHAIN, with_told_chain
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
-from titan_ckpt.debug.diagnosis.wait_graph import Edge, roots, wait_edges
+from titan_ckpt.debug.diagnosis.wait_graph import Edge, can_wait, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
     ACCUSING,
     CONTRADICTED,
@@ -135,7 +136,8 @@ def _faults(
     if edges:
         yield from group_conflicts(run)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
-    named = [root for root in ends.sinks if root not in unseen or _is_known_gone(run, unseen)]
+    absent = [root for root in ends.sinks if not (can_wait(states[root]) and waits_on_device(run, run.ranks[root]))]
+    named = [root for root in absent if root not in unseen or _is_known_gone(run, unseen)]
     if not mismatches:
         yield from (late for lane in found_lanes if (late := shifted(run, lane, ends.sinks)) is not None)
     extra = [*one_too_many(run, found_lanes, states)]
@@ -143,6 +145,7 @@ def _faults(
     past = {rank for verdict in extra for rank in verdict.victims}
     reasons = [verdict_of(run, root, edges, states) for root in named if root not in past]
     yield from _without_reason(run, [found for found in reasons if not _is_outnumbered(found, edges)], states)
+    yield from off_rhythm(run, [root for root in ends.sinks if root not in absent], edges, states)
     for cycle in ends.cycles:
         yield deadlock(run, cycle, edges, states)
     yield from transport(run, found_lanes)

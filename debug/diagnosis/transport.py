@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
+from titan_ckpt.debug.diagnosis.device_order import has_order, head_rows, is_behind
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.diagnosis.wait_graph import is_queued
 from titan_ckpt.debug.incident.confidence import Basis
@@ -25,6 +26,7 @@ from titan_ckpt.debug.incident.records import (
     Array,
     Evidence,
     Operation,
+    RankRecord,
     Run,
     Verdict,
 )
@@ -63,7 +65,7 @@ def _not_finished(run: Run, lane: Lane) -> Iterator[Verdict]:
     is_timed = any(bool((run.ranks[rank].operations["started_ns"] > 0).any()) for rank in lane.members)
     waiting = tuple(lane.members[i] for i in np.flatnonzero(at == SCHEDULED)) if is_timed else ()
     rows = lane.seen_at(seq)
-    if any(is_queued(run, rank, rows[rank]) for rank in waiting):
+    if any(is_queued(run, rank, rows[rank]) for rank in waiting) or _is_behind(run, rows):
         return  # the wait is for what keeps that operation from ending
     running = tuple(lane.members[i] for i in np.flatnonzero(at == STARTED if is_timed else at != COMPLETED))
     if waiting and len(waiting) < len(lane.members):
@@ -79,11 +81,16 @@ def same_operation(run: Run, lanes: Sequence[Lane]) -> Verdict | None:
     ended it: so it is no rank's program that does not come. None if that is not so."""
     for lane in lanes:
         is_everywhere = not lane.is_silent.any() and int(lane.last.min()) == int(lane.last.max()) >= 0
-        if is_everywhere and not lane.done.any():
-            seq = int(lane.last[0])
+        seq = int(lane.last[0])
+        if is_everywhere and not lane.done.any() and not _is_behind(run, lane.seen_at(seq)):
             late = _came_too_late(run, lane, seq)
             return late or _verdict(run, lane, seq, (), VerdictKind.STARTED_NOT_COMPLETED, Basis.MANY_NOT_COMPLETED)
     return None
+
+
+def _is_behind(run: Run, rows: Mapping[int, int]) -> bool:
+    """Whether the device of a rank has an operation, by rank the row of it, queued behind another one."""
+    return any(is_behind(run.ranks[rank], row) for rank, row in rows.items())
 
 
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|wait timeout after|timed out after) (\d{1,9}) ?ms")
@@ -184,10 +191,7 @@ def _p2p_sizes(run: Run) -> Iterator[Verdict]:
             found = _first_difference(run, rank, _pair(table, SEND, peer), peer, receives)
             if found is not None:
                 yield _p2p_verdict(run, *found)
-
-
-def _pair(table: Array, direction: int, peer: int) -> list[int]:
-    return [int(row) for row in np.flatnonzero((table["p2p"] == direction) & (table["peer"] == peer))]
+    yield from (_p2p_verdict(run, *_of_the_job(run, found)) for found in _sizes_at_heads(run))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +201,58 @@ class _Half:
     rank: int
     operation: Operation
     is_known_size: bool
+
+
+def _sizes_at_heads(run: Run) -> Iterator[tuple[_Half, _Half]]:
+    """Two devices that are at a send and a receive of one pair, of different sizes, where a full ring has lost the numbers."""
+    at = {rank: _first_pairs(record) for rank, record in run.ranks.items() if has_order(record)}
+    for rank, mine in at.items():
+        for (direction, peer), row in mine.items():
+            theirs = at.get(peer, {}).get((RECV, rank)) if direction == SEND else None
+            if theirs is None:
+                continue
+            sent, received = run.operation(rank, row), run.operation(peer, theirs)
+            if (
+                sent.seq < 0
+                and sent.sizes
+                and received.sizes
+                and elements_of(sent.sizes) != elements_of(received.sizes)
+            ):
+                yield _half(run, rank, row), _half(run, peer, theirs)
+
+
+def _of_the_job(run: Run, halves: tuple[_Half, _Half]) -> tuple[_Half, _Half]:
+    """The halves, of which neither rank or both had exchanged such a size: known is then what other ranks exchange."""
+    if halves[0].is_known_size != halves[1].is_known_size:
+        return halves
+    ranks = {half.rank for half in halves}
+    tables = [record.operations for rank, record in run.ranks.items() if rank not in ranks]
+    used = {run.names.sizes[code] for table in tables for code in np.unique(table["sizes"][table["p2p"] != 0]).tolist()}
+    first, second = (replace(half, is_known_size=half.operation.sizes in used) for half in halves)
+    return first, second
+
+
+def _first_pairs(record: RankRecord) -> dict[tuple[int, int], int]:
+    """The first pending send to each peer, and receive from it, that a rank's device is at."""
+    found: dict[tuple[int, int], int] = {}
+    for row in head_rows(record):
+        one = record.operations[row]
+        if one["p2p"]:
+            found.setdefault((int(one["p2p"]), int(one["peer"])), row)
+    return found
+
+
+def _half(run: Run, rank: int, row: int) -> _Half:
+    table, operation = run.ranks[rank].operations, run.operation(rank, row)
+    before = table[:row]
+    same = (
+        (before["p2p"] == operation.p2p) & (before["peer"] == operation.peer) & (before["sizes"] == table["sizes"][row])
+    )
+    return _Half(rank=rank, operation=operation, is_known_size=bool(same.any()))
+
+
+def _pair(table: Array, direction: int, peer: int) -> list[int]:
+    return [int(row) for row in np.flatnonzero((table["p2p"] == direction) & (table["peer"] == peer))]
 
 
 def _first_difference(
@@ -237,7 +293,7 @@ def _p2p_verdict(run: Run, send: _Half, receive: _Half) -> Verdict:
         op="send/recv",
         confidence=basis.confidence,
         headline=f"rank {send.rank} sent {sent.sizes} elements to rank {receive.rank}, which expects {received.sizes} "
-        f"(message {sent.seq} between them)",
+        f"({f'message {sent.seq}' if sent.seq >= 0 else 'the first that is pending'} between them)",
         evidence=tuple(_spelled(run, half) for half in (send, receive)),
         chain=((receive.rank, send.rank),),
         next_steps=("compare the shapes at the two call sites", "exchange shapes first where they depend on the data"),

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.device_order import Part, has_order, heads, mixed_ranks, ranks_behind
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Run, Situation
@@ -22,7 +23,8 @@ MAX_AWAITED = 32  # laggards kept per waiting rank: the furthest behind are the 
 class Edge:
     """`waiter` cannot go on before `awaited` does something in `group` (a position, -1 unknown).
 
-    `is_after`: it waits in an operation that the evidence does not hold, later than `seq`, which is done.
+    `is_after`: it waits in an operation that the evidence does not hold, later than `seq`, which is done. `is_queued`: `awaited`
+    has issued it, but its device waits in another one.
     """
 
     waiter: int
@@ -30,8 +32,10 @@ class Edge:
     group: int
     seq: int
     is_p2p: bool = False
+    direction: int = 0  # SEND or RECV
     is_inferred: bool = False
     is_after: bool = False
+    is_queued: bool = False
 
 
 def wait_edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> list[Edge]:
@@ -41,7 +45,36 @@ def wait_edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation])
     edges += _p2p_edges(run, states)
     waiting = {edge.waiter for edge in edges}
     edges += [edge for edge in _unknown_peers(run, states) if edge.waiter not in waiting]
-    return edges + _queued_edges(run, states, {edge.waiter for edge in edges})
+    return _at_heads(run, states, edges + _queued_edges(run, states, {edge.waiter for edge in edges}))
+
+
+def _at_heads(run: Run, states: Mapping[int, Situation], edges: list[Edge]) -> list[Edge]:
+    """The waits in what devices are at: where others have issued that, but queued behind another operation, the wait is for
+    them. (NCCL only.)"""
+    mixed = mixed_ranks(run)
+    if not mixed:
+        return edges
+    at = {rank: heads(run, rank) for rank in mixed if can_wait(states[rank])}
+    kept = [edge for edge in edges if edge.waiter not in at or _part(edge) in at[edge.waiter]]
+    behind = ranks_behind(run, mixed, MAX_AWAITED)
+    resolved = {edge.waiter for edge in kept}
+    for rank, record in run.ranks.items():
+        if rank not in resolved and has_order(record) and can_wait(states[rank]):
+            for part in at.get(rank) or heads(run, rank):
+                kept += [
+                    Edge(waiter=rank, awaited=other, group=part[0], seq=part[1], is_p2p=part[2] >= 0, is_queued=True)
+                    for other in behind.get(part, ())
+                    if other != rank
+                ]
+    return kept or edges
+
+
+def _part(edge: Edge) -> Part:
+    """The operation that an edge's rank waits in."""
+    if not edge.is_p2p:
+        return edge.group, edge.seq, -1, -1
+    pair = (edge.waiter, edge.awaited) if edge.direction == SEND else (edge.awaited, edge.waiter)
+    return edge.group, edge.seq, *pair
 
 
 def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:
@@ -153,7 +186,7 @@ def _p2p_edges(run: Run, states: Mapping[int, Situation]) -> list[Edge]:
             if is_open:
                 pending[key] = min(seq, pending.get(key, seq))
     return [
-        Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True)
+        Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True, direction=direction)
         for (rank, direction, peer, group), seq in pending.items()
         if peer in run.ranks and can_wait(states[rank])
         and not _is_issued((peer, RECV if direction == SEND else SEND, rank, group), seq, newest, pending)
@@ -182,9 +215,8 @@ def _queued_edges(run: Run, states: Mapping[int, Situation], blocked: set[int]) 
             mine = record.operations[row]
             peer = int(mine["peer"])
             if peer in blocked and peer in run.ranks and _is_queued(run.ranks[peer].operations, mine, rank):
-                edges.append(
-                    Edge(waiter=rank, awaited=peer, group=int(mine["group"]), seq=int(mine["seq"]), is_p2p=True)
-                )
+                group, seq, direction = (int(mine[name]) for name in ("group", "seq", "p2p"))
+                edges.append(Edge(waiter=rank, awaited=peer, group=group, seq=seq, is_p2p=True, direction=direction))
     return edges
 
 

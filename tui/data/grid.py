@@ -18,6 +18,7 @@ from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
 from titan_ckpt.tui.data.arrays import ByteArray, Floats, Ints
+from titan_ckpt.tui.data.p2p import ordinal
 from titan_ckpt.tui.rows import Glyph, Role
 
 Codes = ByteArray
@@ -64,6 +65,7 @@ class Grid:
     stand_op: str = ""
     operations: tuple[str, ...] = ()
     labels: Mapping[int, str] | None = None
+    is_p2p: bool = False
 
     @property
     def is_time(self) -> bool:
@@ -84,9 +86,9 @@ class Grid:
         return tuple(np.flatnonzero(found).tolist())
 
     def column_text(self, column: int) -> str:
-        """Label of a column: `#7`, or seconds since the start."""
+        """Label of a column: `#7`, `3rd` of sends and receives, or seconds since the start."""
         if not self.is_time:
-            return f"#{self.first + column}"
+            return ordinal(self.first + column) if self.is_p2p else f"#{self.first + column}"
         digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
         return f"+{(self.first_ns + column * self.bin_ns) / 1e9:.{digits}f} s"
 
@@ -132,7 +134,7 @@ def build_p2p_grid(run: Run, lane: Lane, missing: Mapping[int, int], different: 
     is_used = bool(codes[:, -1].any())
     return Grid(
         name=f"{run.groups[lane.group]}", members=np.array(lane.members, np.int64), codes=codes if is_used else codes[:, :-1],
-        first=lane.first_seq, labels=coordinate_labels(run, lane.members),
+        first=lane.first_seq, labels=coordinate_labels(run, lane.members), is_p2p=True,
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from titan_ckpt.tui.data.grid import (
     failed_rows,
     newest_late,
 )
-from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, p2p_lanes
+from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
 
@@ -57,6 +57,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
     RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
 }
+_NO_ACTIVITY = (RankState.DEAD, RankState.FINISHED, RankState.SILENT, RankState.UNKNOWN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,18 @@ class Incident:
         """Name of a lane, which no other one has."""
         return next(name for name, other in zip(self.names, self.lanes, strict=True) if other is lane)
 
+    def doing(self, rank: int) -> str:
+        """What a rank does, or did before its process ended: `in a collective`, `was in a collective`."""
+        state, record = self.states.get(rank), self.run.ranks.get(rank)
+        if state is None:
+            return "unknown"
+        has_ended = record is not None and record.exit is not None and state.kind not in _NO_ACTIVITY
+        return f"was {SITUATIONS[state.kind].label}" if has_ended else SITUATIONS[state.kind].label
+
+    def number_of(self, lane: Lane, seq: int) -> str:
+        """A column of a lane in words: `#7`, or `3rd` of the sends and receives of each rank."""
+        return ordinal(seq) if self.is_p2p(lane) else f"#{seq}"
+
     def group_name(self, group: int, *, is_p2p: bool = False) -> str:
         """Name of the lane of a group (an index into the run's); the group's own if it has none."""
         places = [i for i, lane in enumerate(self.lanes) if lane.group == group and self.is_p2p(lane) == is_p2p]
@@ -215,7 +228,8 @@ class Incident:
         if self.is_p2p(lane):
             missing = missing_halves(lane, self.edges)
             places = [place for place in missing if lane.members[place] in top.culprits] or list(missing)
-            return lane.first_seq + missing[places[0]] if places else lane.first_seq + last - 1
+            column = missing[places[0]] if places else last - 1
+            return lane.first_seq + (column if (lane.row[:, column] >= 0).any() else last - 1)
         place = self.lane_of_verdict(top)
         if top.seq is not None and place is not None and self.lanes[place] is lane:
             return top.seq

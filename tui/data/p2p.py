@@ -15,6 +15,12 @@ from titan_ckpt.debug.incident.records import Array, Run, Verdict
 P2P_VERDICTS = (VerdictKind.P2P_MISSING_PEER, VerdictKind.P2P_SIZE_MISMATCH, VerdictKind.P2P_CYCLE)
 
 
+def ordinal(number: int) -> str:
+    """`1st`, `12th`, `23rd`: how sends and receives are counted per rank, as their recorded numbers count per pair of ranks."""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
 def p2p_lanes(run: Run) -> list[Lane]:
     """A lane per group in which ranks send and receive; one column more than any rank has, for a half that is missing."""
     group, owner, row = _p2p_rows(run)

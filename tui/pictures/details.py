@@ -10,7 +10,7 @@ from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import is_library, user_frame
-from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord
+from titan_ckpt.debug.incident.records import SEND, Frame, Operation, RankRecord
 from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
@@ -63,7 +63,7 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     yield from fact("mesh", where, width)
     yield from fact("process", process_text(incident, rank), width)
     detail = f" ({state.detail})" if state.detail else ""
-    yield from fact("state", f"{glyph.char} {glyph.label}{detail}", width, glyph.role, link)
+    yield from fact("state", f"{glyph.char} {incident.doing(rank)}{detail}", width, glyph.role, link)
     yield from fact("step", _step_text(record), width)
     yield from fact("exit", exit_text(record.exit) if record.exit is not None else "", width)
     yield from fact(*_newest(incident, record), width, link=RowLink(screen=2, rank=rank))
@@ -140,12 +140,19 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
         yield row((f"  {num_library} in libraries", Role.DIM))
 
 
+def signature_text(op: Operation) -> str:
+    """Operation, sizes and dtypes: these must be equal on all ranks."""
+    peer = f" {'to' if op.p2p == SEND else 'from'} rank {op.peer}" if op.p2p and op.peer >= 0 else ""
+    return f"{op.op}{peer} {op.sizes} {op.dtypes}"
+
+
 def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: int) -> Iterator[Row]:
     """The operation of a rank under a number: what, when, how long, from which line."""
     column, name = seq - lane.first_seq, incident.name_of(lane)
     is_there = rank in lane.members and 0 <= column < lane.row.shape[1]
     at = int(lane.row[lane.members.index(rank), column]) if is_there else -1
-    yield row((f"#{seq}", Role.BOLD), f" of group {name}", link=RowLink(screen=3, group=name, seq=seq, rank=rank))
+    link = RowLink(screen=3, group=name, seq=seq, rank=rank)
+    yield row((incident.number_of(lane, seq), Role.BOLD), f" of group {name}", link=link)
     if at < 0:
         is_unknown = rank in lane.members and bool(lane.is_silent[lane.members.index(rank)])
         text, role = (
@@ -157,7 +164,8 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     op = incident.run.operation(rank, at)
     word = incident.word_of(rank, at)
     is_done = word == GLYPHS[DONE].label
-    yield from fact("operation", f"{op.op} {op.sizes} {op.dtypes}", width)
+    yield from fact("operation", signature_text(op), width)
+    yield from fact("number", f"#{op.seq} of this pair" if op.p2p and op.seq >= 0 else "", width)
     did_not_end = not is_done and at != incident.failed.get(rank)
     shown = ENDED_TEXT if did_not_end and incident.is_over else f"{word}, did not end" if did_not_end else word
     yield from fact("state", shown, width, Role.PLAIN if is_done or incident.is_slow or incident.is_over else Role.WARN)

@@ -14,11 +14,11 @@ from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import missing_halves
-from titan_ckpt.tui.pictures.details import rank_rows
+from titan_ckpt.tui.pictures.details import rank_rows, signature_text
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, place_text, row
-from titan_ckpt.tui.screens.collective_diff import rank_diff_rows, signature_text
+from titan_ckpt.tui.screens.collective_diff import rank_diff_rows
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
@@ -64,7 +64,7 @@ class CollectivePane(Pane):
         one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
         op = incident.run.operation(lane.members[one], int(at[one])) if one is not None else None
         if incident.is_p2p(lane):
-            return f"group {incident.name_of(lane)} · number {seq} of each rank"
+            return f"group {incident.name_of(lane)} · {incident.number_of(lane, seq)} of each rank"
         what = [signature_text(op)] if op is not None else []
         others = int(((codes >= 0) & (codes != usual)).sum())
         facts = [f"group {incident.name_of(lane)}", f"operation #{seq}"]
@@ -257,9 +257,8 @@ class CollectiveRows:
         """A rank that has not issued the operation: of a job that goes on it is late, not absent."""
         state = self._incident.states.get(rank)
         frame = state.frame if state is not None else None
-        doing = SITUATIONS[state.kind].label if state is not None else "unknown"
         glyph = GLYPHS[LATE if self._incident.is_slow else ABSENT]
-        start = f"{_lag('', width)}    {doing}"
+        start = f"{_lag('', width)}    {self._incident.doing(rank)}"
         line = _place(frame, width - 8 - self._state_width - len(start))
         label = f"{glyph.label:<{self._state_width}}"
         return row((f"{mark[0]}{rank:>5}  ", mark[1]), (label, glyph.role), start, (line, Role.DIM),

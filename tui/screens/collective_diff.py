@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.records import SEND, Frame, Operation
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
+from titan_ckpt.debug.incident.records import Frame, Operation
+from titan_ckpt.tui.data.incident import Incident, frame_text
+from titan_ckpt.tui.pictures.details import signature_text
 from titan_ckpt.tui.pictures.stacks import stacks_of
 from titan_ckpt.tui.rows import Role, Row, fitted, head, piece, place_text, row, truncate
 from titan_ckpt.tui.screens.stack_tree import source_line
@@ -30,17 +31,11 @@ def row_of(lane: Lane, seq: int, rank: int) -> int:
     return int(lane.row[lane.members.index(rank), column])
 
 
-def signature_text(op: Operation) -> str:
-    """Operation, sizes and dtypes: these must be equal on all ranks."""
-    peer = f" {'to' if op.p2p == SEND else 'from'} rank {op.peer}" if op.p2p and op.peer >= 0 else ""
-    return f"{op.op}{peer} {op.sizes} {op.dtypes}"
-
-
 def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, int], width: int) -> Iterator[Row]:
     """A line per fact, `!` before differing ones."""
     a, b = ranks
     room = max((width - _NAME - 6) // 2, 10)
-    yield head(f"ranks {a} and {b} at #{seq} of {incident.name_of(lane)}")
+    yield head(f"ranks {a} and {b} at {incident.number_of(lane, seq)} of {incident.name_of(lane)}")
     yield _pair("", f"rank {a}", f"rank {b}", room, is_plain=True)
     first, second = (_facts(incident, lane, seq, rank, room) for rank in ranks)
     for name in first:
@@ -50,7 +45,7 @@ def rank_diff_rows(incident: Incident, lane: Lane, seq: int, ranks: tuple[int, i
     for number in range(seq - BEFORE, seq + AFTER + 1):
         texts = [_issued(incident, lane, number, rank) for rank in ranks]
         if any(texts):
-            yield _pair(f"#{number}", texts[0] or "-", texts[1] or "-", room)
+            yield _pair(incident.number_of(lane, number), texts[0] or "-", texts[1] or "-", room)
     yield row()
     yield from _stack_rows(incident, ranks, width)
 
@@ -65,7 +60,7 @@ def _facts(incident: Incident, lane: Lane, seq: int, rank: int, room: int) -> di
         "dtype": op.dtypes if op is not None else "-",
         "state": "-" if op is None else incident.word_of(rank, row_of(lane, seq, rank)),
         "call site": _place(frame, room),
-        "activity": f"{SITUATIONS[state.kind].label}{f' ({state.detail})' if state.detail else ''}",
+        "activity": f"{incident.doing(rank)}{f' ({state.detail})' if state.detail else ''}",
         "location": _place(state.frame, room),
         "phase": f"{beat.phase or 'between phases'}, step {beat.step}" if beat is not None else "-",
         "coordinates": " ".join(f"{axis}{place}" for axis, place in record.coordinates.items()) or "-",

@@ -36,8 +36,8 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
     witnesses = [rank for rank, state in states.items() if state.kind.is_waiting]
     yield from sizes_in_logs(run, states)
     yield from _raised_before(run, witnesses)
-    if not witnesses or any(state.kind == RankState.DEAD for state in states.values()):
-        return
+    if not witnesses or any(state.kind == RankState.DEAD for state in states.values()) or _mismatch(run) is not None:
+        return  # of a mismatch that gloo noticed all are victims: the silence of one tells nothing
     unseen = {rank for rank in states if is_absent(run.ranks[rank])}
     others = [rank for rank, state in states.items() if not state.kind.is_waiting and rank not in unseen]
     is_closed = bool(saw_peers_close(run)) and not saw_timeouts(run)
@@ -118,8 +118,7 @@ def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
 
 def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """gloo aborts an innocent rank when more data arrives than it asked for; its last log lines give the sizes."""
-    noticed = (event_of(record, (EventKind.COMM_MISMATCH,)) for record in run.ranks.values())
-    event = next((event for event in noticed if event is not None and "own" not in event.values), None)
+    event = _mismatch(run)
     if event is None:
         return
     named = [*odd_one(run, event)] or [*elsewhere(run, states)]
@@ -139,6 +138,12 @@ def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict
             "turn the recorder on, or set TORCH_FR_BUFFER_SIZE=2000 and dump: dumps name the rank",
         ),
     )
+
+
+def _mismatch(run: Run) -> LogEvent | None:
+    """The error by which gloo ended a rank that received more data than its call expects."""
+    noticed = (event_of(record, (EventKind.COMM_MISMATCH,)) for record in run.ranks.values())
+    return next((event for event in noticed if event is not None and "own" not in event.values), None)
 
 
 def elsewhere(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:

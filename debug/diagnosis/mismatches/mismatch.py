@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,16 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
 from titan_ckpt.debug.diagnosis.mismatches.meant_elsewhere import meant_for
-from titan_ckpt.debug.diagnosis.mismatches.meeting import HISTORY, Meeting, Side, call_site, history, predict, sides_at
+from titan_ckpt.debug.diagnosis.mismatches.meeting import (
+    HISTORY,
+    Meeting,
+    Side,
+    call_site,
+    history,
+    key_of,
+    predict,
+    sides_at,
+)
 from titan_ckpt.debug.diagnosis.mismatches.readings import Reading, reading
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.incident.confidence import SHIFTED, Basis
@@ -94,9 +104,37 @@ def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
         strange = tied[scores.index(max(scores))]
         why = "its own earlier operations led elsewhere"
         return _Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
+    if (unlike := _unlike_siblings(meeting, tied)) is not None:
+        return unlike
     everyone = tuple(sorted(rank for side in sides for rank in side.ranks))
     why = "both parties are equally large and neither breaks with its own history"
     return _Blame(culprits=everyone, basis=Basis.TIE, why=why)
+
+
+LEAST_SIBLINGS = 2
+
+
+def _unlike_siblings(meeting: Meeting, tied: Sequence[Side]) -> _Blame | None:
+    """The one party that did not do what the ranks of other groups of the same description did under that number: those of a
+    mesh do the same side by side."""
+    found = Counter(key_of(operation) for operation in _siblings(meeting))
+    known = {side.key: side for side in tied}
+    usual = [key for key in known if found[key] >= LEAST_SIBLINGS and 2 * found[key] > found.total()]
+    others = tuple(sorted(rank for key, side in known.items() if key not in usual for rank in side.ranks))
+    if len(usual) != 1 or not others or any(found[key] for key in known if key not in usual):
+        return None
+    why = f"{found[usual[0]]} ranks of other groups of that kind did what {rank_list(known[usual[0]].ranks)} did"
+    return _Blame(culprits=others, basis=Basis.BROKE_HISTORY, why=why)
+
+
+def _siblings(meeting: Meeting) -> Iterator[Operation]:
+    """The operations of this number in other groups of the same description."""
+    run, mine = meeting.run, meeting.run.groups[meeting.lane.group]
+    groups = [i for i, group in enumerate(run.groups) if group != mine and group.description == mine.description != ""]
+    for rank, record in run.ranks.items() if groups else ():
+        table = record.operations
+        is_there = np.isin(table["group"], groups) & (table["seq"] == meeting.seq) & (table["p2p"] == 0)
+        yield from (run.operation(rank, row) for row in np.flatnonzero(is_there).tolist())
 
 
 def _is_new(meeting: Meeting, side: Side) -> bool:

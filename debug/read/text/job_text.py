@@ -80,6 +80,8 @@ class JobText:
             self._introduce(writer[2], match["before"] or match["pid"])
         elif "pid" in line.text and writer[0] == "rank" and (match := STARTED.search(line.text[:200])):
             self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
+            if match["host"]:
+                self.hosts.setdefault(writer[2], match["host"])
         told = self._told.owner(line, self.endings.found)
         if told is not None:
             self.links.setdefault(told, told[2])

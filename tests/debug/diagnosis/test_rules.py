@@ -11,15 +11,16 @@ import pytest
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.diagnosis.align import lanes
-from titan_ckpt.debug.diagnosis.diagnose import _is_known_gone
+from titan_ckpt.debug.diagnosis.diagnose import _is_known_gone, _without_reason
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import _has_ended
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _was_ended_at_work
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
-from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
+from titan_ckpt.debug.diagnosis.from_logs.exit_codes import _ended_for_a_hang, by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first
-from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable
+from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable, _is_history
 from titan_ckpt.debug.diagnosis.mismatches.meeting import Meeting, sides_at
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new
+from titan_ckpt.debug.diagnosis.mismatches.one_too_many import _first_parted
 from titan_ckpt.debug.diagnosis.mismatches.splits import _listed
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
@@ -27,8 +28,19 @@ from titan_ckpt.debug.diagnosis.standstill import is_beginning
 from titan_ckpt.debug.diagnosis.told_waits import _distances, _inferred
 from titan_ckpt.debug.diagnosis.transport import _came_too_late
 from titan_ckpt.debug.diagnosis.wait_graph import Edge
-from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Dump, Exit, Flag, Heartbeat, LogEvent, RankLog, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.records import (
+    Dump,
+    Exit,
+    Flag,
+    Heartbeat,
+    LogEvent,
+    RankLog,
+    RankRecord,
+    Run,
+    Situation,
+    Verdict,
+)
 
 EARLIER = Flag(flag=FlagKind.EARLIER_ATTEMPT, text="")
 RANKS = "0 1 2: all_reduce@1 broadcast@2?"
@@ -269,3 +281,52 @@ def test_an_early_end_of_which_nothing_says_how_is_doubted(case: str) -> None:
     )
     early = replace(doubted(subtype=Subtype.FINISHED_EARLY), confidence=0.85, victims=(0,))
     assert is_contradicted(run, early) == is_doubted
+
+
+@pytest.mark.parametrize(
+    ("steps", "ended_s", "is_for_a_hang"),
+    [
+        ({1: 100.0, 2: 110.0}, 5000.0, True),
+        ({1: 100.0, 2: 110.0}, 125.0, False),
+        ({1: 100.0, 2: 4000.0}, 5000.0, False),
+        ({1: 100.0}, 5000.0, False),
+        ({}, 5000.0, False),
+    ],
+)
+def test_a_rank_that_ended_after_a_standstill_may_have_waited(
+    steps: dict[int, float], ended_s: float, *, is_for_a_hang: bool
+) -> None:
+    log = RankLog(source="l", step_times=steps)
+    assert _ended_for_a_hang(replace(ended(0, 1, ended_s), log=log)) == is_for_a_hang
+
+
+@pytest.mark.parametrize(
+    ("done_line", "newest_s", "is_history"), [(0, 110.0, False), (0, 110.1, True), (2, 100.0, True), (1, 100.0, False)]
+)
+def test_a_text_is_history_where_the_job_outlived_it(done_line: int, newest_s: float, *, is_history: bool) -> None:
+    log = RankLog(source="l", done_line=done_line, step_times={7: newest_s})
+    assert _is_history(log, interrupt(100.0)) == is_history
+
+
+def test_ranks_that_left_no_end_are_told_apart_from_those_that_nothing_is_known_of() -> None:
+    told = {
+        rank: Verdict(
+            verdict=VerdictKind.RANK_DIED, headline=f"{rank}", culprits=(rank,), victims=(0, 4, 5, 6), confidence=0.6
+        )
+        for rank in (1, 2, 3)
+    }
+    ends = {rank: RankRecord(rank=rank, heartbeat=beat(100.0, is_stopped=True)) for rank in (0, 4, 5, 6)}
+    gone = {rank: RankRecord(rank=rank, heartbeat=beat(50.0, is_stopped=False)) for rank in (1, 2)}
+    run = run_of(*ends.values(), *gone.values(), RankRecord(rank=3))
+    states = {rank: Situation(rank=rank, kind=RankState.SILENT) for rank in run.ranks}
+    assert [verdict.culprits for verdict in _without_reason(run, [*told.values()], states)] == [(1, 2), (3,)]
+
+
+def test_lines_part_where_both_ranks_recorded_the_operation() -> None:
+    run = job("0 1: all_reduce@1 all_reduce@1 all_reduce@1\n2: all_reduce@4 all_reduce@1 all_reduce@4")
+    lane = lanes(run)[0]
+    lane.row[2, 0] = -1  # its buffer holds no more of it
+    parted = _first_parted(run, lane, 2, 0, 3)
+    assert parted is not None
+    assert [operation.seq for operation in parted] == [3, 3]
+    assert _first_parted(run, lane, 0, 1, 3) is None

@@ -11,11 +11,12 @@ _INTRODUCED = re.compile(
     rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
     r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
 )
-# What a rank says of itself behind its number: `host a3 pid 4711 started`, `pid 4711 started`.
+# What a rank says of itself behind its number: `host a3 pid 4711 started`, `host=n1 local_rank=0 pid=12`, `pid 4711 started`.
 _ENDED = r"(?:kill|exit|died|dead|terminat|gone)"
+_FACTS = r"(?:,? \w{1,30}[ =:]{1,2}\d{1,9}){0,4}"
 STARTED = re.compile(
-    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}[\w.-]{{1,80}},? {_PID}(?P<pid>\d{{2,9}})\b|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})"
-    rf"|{_PID}(?P<first>\d{{2,9}}),? started\b"
+    rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}(?P<host>[\w.-]{{1,80}}){_FACTS},? {_PID}(?P<pid>\d{{2,9}})\b"
+    rf"|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})|{_PID}(?P<first>\d{{2,9}}),? started\b"
 )
 # A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
 ON_HOST = re.compile(

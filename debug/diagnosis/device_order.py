@@ -1,0 +1,98 @@
+"""What a rank waits in where its device runs operations in the order of their issue, as with NCCL: the first that is not done.
+
+Each collective of torch waits for what was issued before it on the current stream (ProcessGroupNCCL::syncStream), so what was
+issued after a pending operation is queued behind it, in whatever group. A dump without timing, torch's default, shows both as
+`scheduled`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from titan_ckpt.debug.incident.kinds import DumpKind
+from titan_ckpt.debug.incident.records import SEND, STARTED, Array, RankRecord, Run
+from titan_ckpt.debug.incident.waits import pending
+
+
+def has_order(record: RankRecord) -> bool:
+    """Whether a rank's operations are those of a device: NCCL's dump and nothing else. (gloo's leave all operations `scheduled`,
+    and a black box knows that a call returned, not what the device did.)"""
+    kinds = {dump.kind for dump in record.dumps if dump.num_operations}
+    return kinds == {DumpKind.FLIGHT_RECORDER}
+
+
+def head_rows(record: RankRecord) -> tuple[int, ...]:
+    """The rows that a device is at: the first pending collective, or the pending sends and receives before it, of which those
+    that have started if that is known. () where nothing is pending."""
+    table = record.operations
+    rows = np.flatnonzero(pending(table))
+    if not len(rows):
+        return ()
+    if table["p2p"][rows[0]] == 0:
+        return (int(rows[0]),)
+    later = np.flatnonzero(table["p2p"][rows] == 0)
+    pairs = rows[: later[0]] if len(later) else rows
+    started = pairs[table["state"][pairs] == STARTED]
+    return tuple((started if len(started) else pairs).tolist())
+
+
+def is_behind(record: RankRecord, row: int) -> bool:
+    """Whether an operation is queued behind another one of its rank's device."""
+    return has_order(record) and bool(pending(record.operations)[row]) and row not in head_rows(record)
+
+
+def waits_on_device(run: Run, record: RankRecord) -> bool:
+    """Whether a rank's device is in an operation that does not end: then the rank waits, whatever it has not issued."""
+    return (
+        has_order(record)
+        and bool(head_rows(record))
+        and any(bool(one.operations["state"].any()) for one in run.ranks.values() if has_order(one))
+    )
+
+
+def mixed_ranks(run: Run) -> list[int]:
+    """Ranks with pending operations of several groups, or sends and receives beside collectives; [] if no dump is NCCL's."""
+    found, is_of_device = [], False
+    for rank, record in run.ranks.items():
+        if not has_order(record):
+            continue
+        is_of_device = is_of_device or bool(record.operations["state"].any())
+        rows = record.operations[pending(record.operations)]
+        if len(rows) > 1 and bool(((rows["group"] != rows["group"][0]) | (rows["p2p"] != rows["p2p"][0])).any()):
+            found.append(rank)
+    return found if is_of_device else []
+
+
+Part = tuple[int, int, int, int]  # group, number, and of a message its sender and receiver, else -1
+
+
+def parts(rank: int, table: Array, rows: Iterable[int]) -> Iterator[Part]:
+    """What the operations in these rows are, so that all ranks' parts in one have the same name."""
+    for row in rows:
+        one = table[row]
+        pair = (
+            (-1, -1) if not one["p2p"] else (rank, int(one["peer"])) if one["p2p"] == SEND else (int(one["peer"]), rank)
+        )
+        yield int(one["group"]), int(one["seq"]), *pair
+
+
+def heads(run: Run, rank: int) -> set[Part]:
+    """What a rank's device is at."""
+    record = run.ranks[rank]
+    return set(parts(rank, record.operations, head_rows(record)))
+
+
+def ranks_behind(run: Run, mixed: Iterable[int], most: int) -> dict[Part, list[int]]:
+    """Of each operation the ranks, `most` of them, that have it queued behind another one."""
+    found: defaultdict[Part, list[int]] = defaultdict(list)
+    for rank in mixed:
+        record = run.ranks[rank]
+        at = head_rows(record)
+        later = [row for row in np.flatnonzero(pending(record.operations)).tolist() if row not in at]
+        for part in parts(rank, record.operations, later):
+            if len(found[part]) < most:
+                found[part].append(rank)
+    return found

@@ -1,0 +1,80 @@
+"""Where a rank left the order of operations that it had repeated: collectives of all groups, sends and receives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from titan_ckpt.debug.incident.records import RankRecord
+
+HISTORY = 256  # operations that are looked at
+
+
+class Departure(StrEnum):
+    """What a rank did in place of the operation that its order led to."""
+
+    SKIPPED = "skipped"  # it went on with what follows
+    EXTRA = "extra"  # it did something before it
+    SWAPPED = "swapped"  # it did what follows first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Break:
+    """`row`: the operation that was out of order; `expected`: the one a period before that the order led to once more."""
+
+    row: int
+    expected: int
+    what: Departure
+
+
+def left_rhythm(record: RankRecord) -> Break | None:
+    """The last place at which a rank left its order, where the evidence shows in which way."""
+    table = record.operations[-HISTORY:]
+    columns = [table[name] for name in ("group", "op", "p2p", "peer", "frames")]
+    _, path = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
+    found = broken_at(path.tolist())
+    if found is None:
+        return None
+    place, period = found
+    if not _has_all(path.tolist(), place, period):
+        return None
+    what = _departure(path.tolist(), place, period)
+    first = len(record.operations) - len(table)
+    return None if what is None else Break(row=first + place, expected=first + place - period, what=what)
+
+
+def broken_at(path: Sequence[int]) -> tuple[int, int] | None:
+    """The last place at which a path leaves the period that explains two thirds of what precedes, and this period.
+
+    >>> broken_at([1, 2, 3, 1, 2, 3, 1, 3])
+    (7, 3)
+    >>> broken_at([1, 1, 1, 2, 1, 1, 1, 2, 1])
+    """
+    runs: list[int] = []  # by period less 1, for how many places in a row it has held
+    found: tuple[int, int] | None = None
+    for place, key in enumerate(path):
+        holds = [period for period, run in enumerate(runs, 1) if run >= period and 3 * (run + period) >= 2 * place]
+        period = max(holds, key=lambda one: (runs[one - 1] + one, -one), default=0)
+        if period and found is not None and place - runs[period - 1] - period < found[0]:
+            found = None  # a longer period explains that place
+        if period and path[place - period] != key:
+            found = place, period
+        runs = [run + 1 if path[place - one] == key else 0 for one, run in enumerate([*runs, 0][:place], 1)]
+    return found
+
+
+def _has_all(path: Sequence[int], place: int, period: int) -> bool:
+    """Whether a period holds every kind of operation that follows, but a new one: else it is part of a longer one."""
+    block = set(path[place - period : place])
+    return set(path[place + 1 :]) <= block | {path[place]} and (len(path) > place + 1 or path[place] in block)
+
+
+def _departure(path: Sequence[int], place: int, period: int) -> Departure | None:
+    expected, following = path[place - period], path[place - period + 1]
+    then = path[place + 1] if place + 1 < len(path) else None
+    if path[place] == following and following != expected:
+        return Departure.SWAPPED if then == expected else Departure.SKIPPED
+    return Departure.EXTRA if then == expected else None
