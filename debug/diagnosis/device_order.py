@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import numpy as np
 
 from titan_ckpt.debug.incident.kinds import DumpKind
-from titan_ckpt.debug.incident.records import SEND, STARTED, Array, RankRecord, Run
+from titan_ckpt.debug.incident.records import COMPLETED, SEND, STARTED, Array, RankRecord, Run
 from titan_ckpt.debug.incident.waits import pending
 
 
@@ -37,6 +38,26 @@ def head_rows(record: RankRecord) -> tuple[int, ...]:
     pairs = rows[: later[0]] if len(later) else rows
     started = pairs[table["state"][pairs] == STARTED]
     return tuple((started if len(started) else pairs).tolist())
+
+
+def has_lost_head(record: RankRecord) -> bool:
+    """Whether all that a full ring still holds is pending: what its device is at may have been overwritten."""
+    is_cut = any(dump.first_record_id > 0 for dump in record.dumps)
+    return is_cut and has_order(record) and bool(pending(record.operations)[:1].any())
+
+
+def has_timed_out(run: Run) -> bool:
+    """Whether NCCL gave an operation up: its watchdog has retired one that did not complete, or one is pending for longer than
+    its timeout."""
+    tables = [one.operations for one in run.ranks.values() if has_order(one) and one.operations["state"].any()]
+    newest_ns = max((int(table["created_ns"].max()) for table in tables), default=0)
+    return any(map(partial(_has_given_up, newest_ns=newest_ns), tables))
+
+
+def _has_given_up(table: Array, newest_ns: int) -> bool:
+    ends_ns = table["created_ns"] + table["timeout_ms"].astype(np.int64) * 1_000_000
+    is_late = pending(table) & (table["timeout_ms"] > 0) & (table["created_ns"] > 0) & (ends_ns < newest_ns)
+    return bool(((table["retired"] & (table["state"] != COMPLETED)) | is_late).any())
 
 
 def is_behind(record: RankRecord, row: int) -> bool:

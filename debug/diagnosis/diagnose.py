@@ -16,7 +16,7 @@ from titan_ckpt.debug.diagnosis.awaited_rank import (
     without_end,
 )
 from titan_ckpt.debug.diagnosis.deadlock import deadlock, off_rhythm
-from titan_ckpt.debug.diagnosis.device_order import waits_on_device
+from titan_ckpt.debug.diagnosis.device_order import has_timed_out, waits_on_device
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -88,7 +88,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, _merged(run, found))))]
-    pace = pace_of_live(run, edges)
+    pace = None if has_timed_out(run) else pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):

@@ -60,7 +60,7 @@ def went_on(run: Run) -> bool:
     if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):
         return False
     beats = [record.heartbeat for record in run.ranks.values()]
-    if any(beat is not None and beat.status for beat in beats):
+    if any(beat is not None and beat.status for beat in beats) or leaving(run):
         return False
     if beats and all(beat is not None and beat.is_stopped for beat in beats):
         return not any(map(waited_at_the_end, run.ranks.values()))
@@ -104,8 +104,18 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
         and not is_stopped
         and has_none
         and not _lacks_end(run)
+        and not leaving(run)
         and not _has_stall(run)
     )
+
+
+def leaving(run: Run) -> list[RankRecord]:
+    """Ranks whose recorder stopped in order and whose process has not ended, as far as is known: an exit handler may hang."""
+    return [
+        record
+        for record in run.ranks.values()
+        if record.exit is None and record.heartbeat and record.heartbeat.is_leaving
+    ]
 
 
 def _has_stall(run: Run) -> bool:

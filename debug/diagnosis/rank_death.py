@@ -73,6 +73,8 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
         return True  # its own file tells better what became of it
     if "alone" in event.values and not _ended_itself(record):
         return event.values["type"] != USAGE_ERROR or _wrote_on(record, event)  # which ends a program at once
+    if "ending" in event.values and not _ended_itself(record):
+        return True  # it came of the end that the launcher made
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it

@@ -34,10 +34,26 @@ class _Late:
     share: float
 
 
+LAST_ENDS = 32
+
+
+def clock_offsets(run: Run, lane: Lane) -> Array:
+    """How far each member's clock is ahead, in ns: all see the end of a collective at one moment. 0 without recorded ends."""
+    columns = np.flatnonzero((lane.row >= 0).all(axis=0))[-LAST_ENDS:]
+    ends = np.zeros((len(lane.members), len(columns)), np.int64)
+    for i, rank in enumerate(lane.members if len(columns) else ()):
+        ends[i] = run.ranks[rank].operations["completed_ns"][lane.row[i, columns]]
+    ends = ends[:, (ends > 0).all(axis=0)]
+    if not ends.shape[1]:
+        return np.zeros(len(lane.members))
+    found: Array = np.median(ends - np.median(ends, axis=0), axis=1)
+    return found
+
+
 def find_straggler(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict | None:
     """STRAGGLER when one rank came last again and again and the others' waiting for it is a large part of the time.
 
-    Compared per collective with the second-last rank, so that the clocks of hosts matter little next to the lags that count.
+    Compared per collective with the second-last rank, by clocks that agree on when collectives ended, where that is recorded.
     """
     for lane in lanes:
         found = _slowest(run, lane)
@@ -55,7 +71,7 @@ def _slowest(run: Run, lane: Lane) -> _Late | None:
     if (created <= 0).any():
         return None
     members = [lane.members[i] for i in heard.tolist()]
-    return _late(run, members, created)
+    return _late(run, members, created - clock_offsets(run, lane)[heard, None].astype(np.int64))
 
 
 def _late(run: Run, members: Sequence[int], created: Array, *, is_thinned: bool = False) -> _Late | None:

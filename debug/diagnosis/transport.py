@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
-from titan_ckpt.debug.diagnosis.device_order import has_order, head_rows, is_behind
+from titan_ckpt.debug.diagnosis.device_order import has_lost_head, has_order, head_rows, is_behind
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.diagnosis.wait_graph import is_queued
 from titan_ckpt.debug.incident.confidence import Basis
@@ -90,7 +90,7 @@ def same_operation(run: Run, lanes: Sequence[Lane]) -> Verdict | None:
 
 def _is_behind(run: Run, rows: Mapping[int, int]) -> bool:
     """Whether the device of a rank has an operation, by rank the row of it, queued behind another one."""
-    return any(is_behind(run.ranks[rank], row) for rank, row in rows.items())
+    return any(is_behind(run.ranks[rank], row) or has_lost_head(run.ranks[rank]) for rank, row in rows.items())
 
 
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|wait timeout after|timed out after) (\d{1,9}) ?ms")
@@ -105,7 +105,7 @@ def _came_too_late(run: Run, lane: Lane, seq: int) -> Verdict | None:
     late = max(created, key=lambda rank: created[rank])
     others = tuple(rank for rank in created if rank != late)
     after_s = (created[late] - max(created[rank] for rank in others)) / 1e9
-    limit_s = max((_limit_s(run, rank) for rank in others), default=0.0)
+    limit_s = max((_limit_s(run, rank, rows[rank]) for rank in others), default=0.0)
     if not limit_s or after_s < limit_s:
         return None
     operation = run.operation(late, rows[late])
@@ -124,13 +124,19 @@ def _came_too_late(run: Run, lane: Lane, seq: int) -> Verdict | None:
     )  # fmt: skip
 
 
-def _limit_s(run: Run, rank: int) -> float:
-    """After how long a rank gave an operation up, by its error; 0 if nothing says that it did."""
+def _limit_s(run: Run, rank: int, row: int) -> float:
+    """After how long a rank gave an operation up, by its error or its dump; 0 if nothing says that it did."""
     texts = (
         event.text for event in run.ranks[rank].events if event.kind in (EventKind.COMM_TIMEOUT, EventKind.WATCHDOG)
     )
     found = next((match for text in texts if (match := _TIMED_OUT.search(text))), None)
-    return int(found.group(1)) / 1e3 if found else 0.0
+    if found is not None:
+        return int(found.group(1)) / 1e3
+    entry = run.ranks[rank].operations[row]
+    is_open = entry["state"] != COMPLETED and has_order(
+        run.ranks[rank]
+    )  # then NCCL's watchdog ends it after its timeout
+    return int(entry["timeout_ms"]) / 1e3 if is_open else 0.0
 
 
 def _has_dump(run: Run, rank: int) -> bool:

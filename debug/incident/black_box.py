@@ -116,7 +116,7 @@ def read_heartbeat(data: bytes, source: str) -> Heartbeat:
     return Heartbeat(
         step=step, phase=name, phase_ns=phase_ns, alive_ns=alive_ns, source=source, is_stopped=bool(stopped),
         moves=moves, moved_ns=moved_ns, status=status if is_written and status != NO_STATUS else None,
-        ran_ns=ran_ns, queued_ns=queued_ns,
+        ran_ns=ran_ns, queued_ns=queued_ns, is_leaving=bool(stopped and is_written and status == NO_STATUS),
     )  # fmt: skip
 
 

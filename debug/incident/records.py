@@ -160,6 +160,7 @@ class Heartbeat:
     ran_ns: int = 0
     queued_ns: int = 0
     status: int | None = None
+    is_leaving: bool = False  # it stopped, and the status that the process must leave at its end is not there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,18 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
         ranks=ranks, job=merge_logs(job), exits=exits, launcher=_launcher(texts, exits), hosts=who.hosts, pids=pids,
         crashes=crashes, num_ranks=_num_ranks([*chain.from_iterable(ranks.values()), *job]),
     )  # fmt: skip
-    return _with_meant_ranks(logs)
+    return _with_meant_ranks(_with_abort(logs))
+
+
+def _with_abort(logs: JobLogs) -> JobLogs:
+    """What `terminate` said, by a process that is not named, is the one rank's that it aborted, where no other rank failed."""
+    failed = [ended for ended in logs.exits if ended.code and not ended.was_told]
+    if len(failed) != 1 or failed[0].code != -int(Signals.SIGABRT) or logs.job is None or failed[0].rank in logs.ranks:
+        return logs
+    words = [event for event in logs.job.events if event.source == failed[0].source and "what():" in event.text]
+    own = [event for event in words if not event.kind.is_communication]
+    log = RankLog(source=failed[0].source, events=tuple(replace(event, rank=failed[0].rank) for event in own))
+    return replace(logs, ranks={**logs.ranks, failed[0].rank: [log]}) if own else logs
 
 
 _NAMING = (EventKind.COMM_TIMEOUT, EventKind.COMM_MISMATCH, EventKind.DESYNC)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.rank_death import logged_on
+from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
 from titan_ckpt.tui.data.arrays import ByteArray, Floats, Ints
 from titan_ckpt.tui.data.p2p import ordinal
@@ -39,7 +40,6 @@ GLYPHS: Sequence[Glyph] = (
 ENDED_TEXT = f"open when recorded, {GLYPHS[ENDED].label}"  # of a job that ended well
 LATE_NS = 50_000_000
 _MEDIAN_OF = 1_024
-_LAST_ENDS = 32
 _MOST_NAMED = 32  # columns
 _BLOCK_ROWS, _BLOCK_COLUMNS = 256, 512
 
@@ -198,19 +198,6 @@ def _median_created_ns(run: Run, lane: Lane, columns: slice, ahead: Floats) -> F
         known = np.where(created > 0, created - ahead[list(some), None], np.nan)
         median[enough] = np.nanmedian(known[:, enough], axis=0)
     return median
-
-
-def clock_offsets(run: Run, lane: Lane) -> Floats:
-    """How far each member's clock is ahead, in ns: all see the end of a collective at one moment. 0 without recorded ends."""
-    columns = np.flatnonzero((lane.row >= 0).all(axis=0))[-_LAST_ENDS:]
-    ends = np.zeros((len(lane.members), len(columns)), np.int64)
-    for i, rank in enumerate(lane.members if len(columns) else ()):
-        ends[i] = run.ranks[rank].operations["completed_ns"][lane.row[i, columns]]
-    ends = ends[:, (ends > 0).all(axis=0)]
-    if not ends.shape[1]:
-        return np.zeros(len(lane.members))
-    found: Floats = np.median(ends - np.median(ends, axis=0), axis=1)
-    return found
 
 
 def _mark_different(lane: Lane, codes: Codes) -> None:

@@ -14,6 +14,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_ma
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.no_culprit import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
+from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
 from titan_ckpt.debug.diagnosis.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
@@ -30,7 +31,6 @@ from titan_ckpt.tui.data.grid import (
     GLYPHS,
     PENDING,
     RUNNING,
-    clock_offsets,
     failed_rows,
     newest_late,
 )

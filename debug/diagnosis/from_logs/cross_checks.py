@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
+from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
-from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
@@ -17,7 +18,7 @@ _NOT_COME = (VerdictKind.STUCK_ON_CPU, VerdictKind.SKIPPED_COLLECTIVE, VerdictKi
 def is_contradicted(run: Run, verdict: Verdict) -> bool:
     """Whether a verdict that a rank did not come rests on inference, and either its dump is older than what it then did, or
     error texts name other ranks as those that did not come."""
-    if _blame_one_more(run, verdict):
+    if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict):
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
@@ -40,6 +41,19 @@ _OF_PEERS = re.compile(
     r"tim(?:es?|ed|ing)[ -]?out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|onnection (?:reset|closed|refused)|\bother ranks?\b",
     re.I,
 )
+_OTHER_ENDS = (EventKind.TIME_LIMIT, EventKind.PREEMPTED)
+
+
+def _was_ended_otherwise(run: Run, verdict: Verdict) -> bool:
+    """Whether the errors that ranks died of were announced by a log record, so caught, and nothing but a time limit or a
+    preemption is known to have ended the job."""
+    if verdict.subtype != Subtype.PYTHON_EXCEPTION or not any(event.kind in _OTHER_ENDS for event in faults(run)):
+        return False
+    records = [run.ranks[rank] for rank in verdict.culprits]
+    errors = [own_exception(record) for record in records if record.exit is None]
+    return len(errors) == len(records) and all(error is not None and "announced" in error.values for error in errors)
+
+
 LEAST_WITNESSES = 3
 
 

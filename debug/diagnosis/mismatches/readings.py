@@ -106,7 +106,8 @@ def _is_extra(meeting: Meeting, common: Side, deviant: Side) -> bool:
     before = history(meeting, deviant.ranks[0])
     keys, sites = [key for key, _ in before], [site[:1] for _, site in before]
     is_routine = predict(keys) == common.key or common.key in keys
-    is_new_line = call_site(meeting.run, deviant.operation)[:1] not in sites
+    site = call_site(meeting.run, deviant.operation)[:1]
+    is_new_line = site not in (*sites, call_site(meeting.run, common.operation)[:1])
     return bool(is_routine and deviant.key not in keys and is_new_line and sites)
 
 

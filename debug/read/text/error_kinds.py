@@ -103,6 +103,7 @@ _NO_LACK = re.compile(
     r"(?i:out of memory|oom)[\w() -]{0,40}?[:= ] ?0(?![.\d])|\b(?:no|0|zero|without|avoid|prevent|if|when|may|might|could|would) "
     r"(?:\w+ ){0,6}(?i:out of memory|oom)|\b(?:INFO|DEBUG|TRACE)\b"
 )
+_GOES_ON = re.compile(r"\bWARN(?:ING)?\b.{0,200}\b(?:skip|ignor|continu|retry|recover|fall(?:ing|s)? back)")
 _LACK = re.compile(r"Tried to allocate|[Kk]ill(?:ed|ing)\b|Error\b")
 
 
@@ -114,7 +115,7 @@ def is_mere_talk(text: str) -> bool:
     >>> is_mere_talk("CUDA out of memory. Tried to allocate 2.00 GiB")
     False
     """
-    return _NO_LACK.search(text) is not None and _LACK.search(text) is None
+    return _GOES_ON.search(text) is not None or (_NO_LACK.search(text) is not None and _LACK.search(text) is None)
 
 
 _BLAMES = re.compile(

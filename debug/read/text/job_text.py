@@ -45,6 +45,7 @@ class JobText:
     shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
     weak: tuple[str, ...] = ()
     num_lines: int = 0
+    told_line: int = 0  # where its launcher told the first process to end
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
     is_turned: bool = False  # the file has its newest line first: lines are counted from its end
@@ -100,6 +101,8 @@ class JobText:
         num_notes = len(self.endings.notes)
         if self.endings.take(number, line):
             self._begin_attempt()
+        if not self.told_line and self.endings.told:
+            self.told_line = number
         if len(self.endings.notes) > num_notes and writer[0] in ("rank", "local", "pid"):
             self.shells[number] = writer
         stream = self.writers.get(writer)
@@ -120,12 +123,15 @@ class JobText:
         last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
             stream.last_step_line = max(stream.last_step_line, last)
-            stream.first = [replace(event, values={**event.values, "told": "1"}) for event in stream.first]
+            _mark(stream, "told", 0)
+        for stream in self.writers.values() if self.told_line else ():
+            _mark(stream, "ending", self.told_line)
         if self._groups and "0" not in self._groups:  # a place in another group than that of all is no rank of the job
             for place in self._in_groups & {writer[2] for writer in self.writers if writer[0] == "rank"}:
                 self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
 
     def _begin_attempt(self, keep: Stream | None = None) -> None:
+        self.told_line = 0
         for stream in self.writers.values():
             if stream is keep:
                 step, time_s = stream.last_step, stream.time_s
@@ -231,6 +237,14 @@ class JobText:
                 self.writers[writer].restart()
             return is_old
         return self._old.get(writer, False)
+
+
+def _mark(stream: Stream, name: str, after: int) -> None:
+    """Give the events of a stream after a line a value of that name."""
+    for events in (stream.first, stream.last):
+        for place, event in enumerate(events):
+            if event.line > after:
+                events[place] = replace(event, values={**event.values, name: "1"})
 
 
 _NO_ERROR = re.compile(r"\bWARN(?:ING)?\b")
