@@ -15,7 +15,7 @@ from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
 from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.no_culprit import went_on
+from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict

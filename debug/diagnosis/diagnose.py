@@ -8,15 +8,6 @@ from functools import reduce
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
-from titan_ckpt.debug.diagnosis.awaited_rank import (
-    cause_of_death,
-    left_no_end,
-    stopped_ticking,
-    verdict_of,
-    without_end,
-)
-from titan_ckpt.debug.diagnosis.deadlock import deadlock, off_rhythm
-from titan_ckpt.debug.diagnosis.device_order import has_timed_out, waits_on_device
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -25,28 +16,28 @@ from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
+from titan_ckpt.debug.diagnosis.looks_well import healthy, looks_quiet, looks_well, went_on
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import unmet_pairs
-from titan_ckpt.debug.diagnosis.no_culprit import (
-    healthy,
-    looks_quiet,
-    looks_well,
-    running,
-    says_done,
-    stands_in_torch,
-    stands_still,
-    undecided,
-    went_on,
-)
+from titan_ckpt.debug.diagnosis.no_culprit import running, says_done, stands_in_torch, stands_still, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.standstill import ended_in_wait, is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
-from titan_ckpt.debug.diagnosis.told_waits import MAX_CHAIN, with_told_chain
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
-from titan_ckpt.debug.diagnosis.wait_graph import Edge, can_wait, roots, wait_edges
+from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
+    cause_of_death,
+    left_no_end,
+    stopped_ticking,
+    verdict_of,
+    without_end,
+)
+from titan_ckpt.debug.diagnosis.waiting.deadlock import deadlock, off_rhythm
+from titan_ckpt.debug.diagnosis.waiting.device_order import has_timed_out, waits_on_device
+from titan_ckpt.debug.diagnosis.waiting.told_waits import MAX_CHAIN, with_told_chain
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, can_wait, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
     ACCUSING,
     CONTRADICTED,

@@ -2,146 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.awaited_rank import is_silent
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
-from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, parting, suspects, trouble_of_job
+from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, parting, suspects
+from titan_ckpt.debug.diagnosis.looks_well import leaving, timer_of
 from titan_ckpt.debug.diagnosis.rank_death import (
-    ended_well,
     event_evidence,
     is_absent,
     last_error,
-    logged_on,
-    own_exception,
-    was_told,
 )
 from titan_ckpt.debug.diagnosis.standstill import Pace
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import STALL, EventKind, RankState, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import (
-    TIMER,
     Evidence,
     Frame,
-    LogEvent,
-    RankRecord,
     Run,
     Situation,
-    StackSnapshot,
     Verdict,
 )
-from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 NO_FAULT = (EventKind.PREEMPTED, EventKind.TIME_LIMIT)
-_TROUBLE = re.compile(r"error|except|abort|timeout|stall|fatal|hang", re.IGNORECASE)
-
-
-def went_on(run: Run) -> bool:
-    """Whether the job ended well: then nothing hung. A claim that no error, no exit code and no rank may contradict."""
-    if any(record.exit and record.exit.code for record in run.ranks.values()):
-        return False
-    if run.launcher is not None and run.launcher.code == 0:
-        of_others = (event for event in trouble_of_job(run) if event.source != run.launcher.source)
-        if any(event.kind != EventKind.SIGTERM for event in of_others):
-            return False
-        return not any(_failed_for_good(run, record, run.launcher.source) for record in run.ranks.values())
-    if run.ranks and all(map(ended_well, run.ranks.values())):
-        return True  # what is pending then, a daemon thread waited for
-    if any(map(was_told, run.ranks.values())):
-        return False
-    if any(own_exception(record) or _has_failed(record) for record in run.ranks.values()):
-        return False
-    beats = [record.heartbeat for record in run.ranks.values()]
-    if any(beat is not None and beat.status for beat in beats) or leaving(run):
-        return False
-    if beats and all(beat is not None and beat.is_stopped for beat in beats):
-        return not any(map(waited_at_the_end, run.ranks.values()))
-    codes = [record.exit.code for record in run.ranks.values() if record.exit]
-    return len(codes) == run.world_size > 0
-
-
-def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
-    """Whether a rank reported an error after which no rank logged on in the file that tells of a good end."""
-    if record.log is None or ended_well(record):
-        return False
-    logs = [other.log for other in run.ranks.values() if other.log] + ([run.job_log] if run.job_log else [])
-    steps_at = max((log.last_step_line for log in logs if log.source == source), default=0)
-    done_at = max((log.done_line for log in logs if log.source == source), default=0)
-
-    def is_left(event: LogEvent) -> bool:
-        """A watchdog's timeout ends the process: only a later step, and no word of an end, shows that it did not."""
-        at = steps_at if event.kind == EventKind.WATCHDOG else max(steps_at, done_at)
-        return event.source != source or event.line > at
-
-    events = tuple(filter(is_left, record.log.events))
-    left = replace(record, log=replace(record.log, events=events))
-    return own_exception(left) is not None or _has_failed(left)
-
-
-def _has_failed(record: RankRecord) -> bool:
-    """Whether the communication library or the interpreter reported an error that the rank did not get over."""
-    harmless = (EventKind.SIGTERM, EventKind.EXCEPTION)
-    return any(event.kind not in harmless and not logged_on(record, event) for event in record.events)
-
-
-def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
-    """Whether the operations of all ranks agree and nothing indicates trouble."""
-    is_stopped = any(state.kind.may_wait or state.kind == RankState.SILENT for state in states.values())
-    is_equal = all(int(lane.last.min()) == int(lane.last.max()) and bool(lane.done.all()) for lane in lanes)
-    has_none = not any(_had_trouble(record) or was_told(record) for record in run.ranks.values())
-    return (
-        bool(lanes)
-        and is_equal
-        and not edges
-        and not is_stopped
-        and has_none
-        and not _lacks_end(run)
-        and not leaving(run)
-        and not _has_stall(run)
-    )
-
-
-def leaving(run: Run) -> list[RankRecord]:
-    """Ranks whose recorder stopped in order and whose process has not ended, as far as is known: an exit handler may hang."""
-    return [
-        record
-        for record in run.ranks.values()
-        if record.exit is None and record.heartbeat and record.heartbeat.is_leaving
-    ]
-
-
-def _has_stall(run: Run) -> bool:
-    """Whether a recorder saw its stall time pass without progress, and nothing newer of its rank was collected."""
-    reasons = (one.reason for record in run.ranks.values() for found in (record.dumps, record.stacks) for one in found)
-    return any(reason.startswith(STALL) for reason in reasons)
-
-
-def _lacks_end(run: Run) -> bool:
-    """Whether a recorder left no end of its process: the others did, or it was silent when the evidence was read."""
-    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
-    some_ended = any(beat.is_stopped for beat in beats)
-    return any(not beat.is_stopped and (some_ended or is_silent(run, beat)) for beat in beats)
-
-
-def looks_quiet(run: Run) -> bool:
-    """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
-    has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
-    if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)) or (run.launcher and run.launcher.code):
-        return False
-    if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
-        return False
-    job = run.job_log
-    has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)
-    is_clean = not any(map(_had_trouble, run.ranks.values())) and not any(parting(run))
-    return (bool(run.ranks) or has_steps) and has_any and is_clean
 
 
 def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
@@ -196,45 +84,6 @@ def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = Fal
     )
 
 
-def _had_trouble(record: RankRecord) -> bool:
-    """An exit code, a line of the log, a timer of the program, or what its dump was written for."""
-    return (
-        _timer(record) is not None
-        or bool(record.exit and record.exit.code)
-        or any(event.kind != EventKind.SIGTERM and not logged_on(record, event) for event in record.events)
-        or any(_TROUBLE.search(dump.reason) for dump in record.dumps)
-    )
-
-
-def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
-    """HEALTHY: certain only where the job is known to have gone on."""
-    newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in lanes[:3])
-    heard = sum(bool(record.dumps) for record in run.ranks.values())
-    is_sure = is_over and heard == len(run.ranks)
-    basis = Basis.QUIET_LOGS if not lanes else Basis.ALL_DONE if is_sure else Basis.ALL_AGREE
-    return Verdict(
-        verdict=VerdictKind.HEALTHY,
-        confidence=basis.confidence,
-        headline="no fault found: all ranks issued the same operations" if lanes else "no fault found in the logs",
-        evidence=(
-            Evidence(
-                text=f"{heard} of {run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"
-            ),
-            *_lost_threads(run),
-        ),
-    )
-
-
-def _lost_threads(run: Run) -> Iterator[Evidence]:
-    """Exceptions that ended a thread, and no process: no fault of the job, but somebody may miss what the thread did."""
-    logs = [*(record.log for record in run.ranks.values() if record.log), *([run.job_log] if run.job_log else [])]
-    lost = (event for log in logs for event in log.events if event.values.get("thread"))
-    for event in islice(lost, MOST_WAITS):
-        text = f"an exception ended the thread {event.values['thread']}, though not the process: {event.text[:160]}"
-        rank = event.rank if event.rank >= 0 else None
-        yield Evidence.at(event.frame, text=text, rank=rank, source=f"{event.source}:{event.line}")
-
-
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
     """INSUFFICIENT_DATA: no culprit; lists waiting ranks, missing ranks, and what evidence would decide."""
     in_torch = stands_in_torch(run, states)
@@ -263,6 +112,7 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
             *(event_evidence(event) for event in [*errors.values(), *blaming(run)][:MOST_WAITS]),
             *_who_waited(run, states),
             *_timed(run, states),
+            *_leaving(run),
             *_aborted(run),
             *(Evidence(text=flag.text, source=flag.source) for flag in run.flags[:3]),
         ),
@@ -271,24 +121,25 @@ def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) 
     )
 
 
+def _leaving(run: Run) -> Iterator[Evidence]:
+    """Whose process has not come to its end after its recorder stopped in order."""
+    found = leaving(run)
+    if found:
+        text = "its recorder stopped in order, and no exit status followed: the process may hang in an exit handler"
+        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        yield Evidence(
+            text=f"{text}{others}", rank=found[0].rank, source=found[0].heartbeat.source if found[0].heartbeat else ""
+        )
+
+
 MOST_WAITS = 4
-# Lines of a dump, as faulthandler prints them.
-_OF_DUMP = re.compile(r'Timeout \(\d|hread 0x|File "[^"]*", line \d+ in |Extension modules: ')
-
-
-def _timer(record: RankRecord) -> StackSnapshot | None:
-    """The stack that a timer of the program wrote since something took too long; None if its log goes on after it."""
-    stack = next((stack for stack in reversed(record.stacks) if stack.reason == TIMER), None)
-    if stack is None or record.log is None or record.log.source != stack.source:
-        return stack
-    return stack if record.log.tail and _OF_DUMP.search(record.log.tail[-1]) else None
 
 
 def _timed(run: Run, states: Mapping[int, Situation]) -> tuple[Evidence, ...]:
     """Where the ranks were whose own timers went off, if they are not seen to wait; those at one place together."""
     places: dict[Frame | None, list[tuple[int, str]]] = {}
     for rank, record in run.ranks.items():
-        if (stack := _timer(record)) is not None and not states[rank].kind.is_waiting:
+        if (stack := timer_of(record)) is not None and not states[rank].kind.is_waiting:
             frames = stack.main.frames if stack.main is not None else ()
             places.setdefault(user_frame(frames, run.wrappers), []).append((rank, stack.source))
     found = sorted(places.items(), key=lambda item: -len(item[1]))[:MOST_WAITS]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.rank_death import logged_on, was_told
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import is_last_word
 from titan_ckpt.debug.incident.kinds import STALL, EventKind, FlagKind, VerdictKind

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreement
-from titan_ckpt.debug.diagnosis.device_order import has_lost_head, has_order, head_rows, is_behind
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
-from titan_ckpt.debug.diagnosis.wait_graph import is_queued
+from titan_ckpt.debug.diagnosis.waiting.device_order import has_lost_head, has_order, head_rows, is_behind
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import is_queued
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame

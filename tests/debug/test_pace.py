@@ -9,7 +9,7 @@ import pytest
 
 from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.cli import exit_code
-from titan_ckpt.debug.diagnosis.no_culprit import went_on
+from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, RECORD, RETURNED
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import RECV

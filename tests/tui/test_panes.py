@@ -15,7 +15,7 @@ import pytest
 from textual.pilot import Pilot
 
 from tests.support.screen_pictures import press, screen_text
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.records import OPERATION
 from titan_ckpt.trainer.report.goodput import goodput
 from titan_ckpt.tui.app import TitanApp

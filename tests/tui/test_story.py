@@ -12,7 +12,7 @@ import pytest
 from rich.color import Color
 
 from tests.support.screen_pictures import press, screen_text
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
 from titan_ckpt.debug.live.processes import Process

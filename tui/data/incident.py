@@ -12,11 +12,11 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.no_culprit import went_on
+from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
-from titan_ckpt.debug.diagnosis.told_waits import told_waits
-from titan_ckpt.debug.diagnosis.wait_graph import Edge, wait_edges
+from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import MAX_WINDOW, Lane
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import Array, Run, Verdict

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, TextSpan, ranks_text, row, truncate
 

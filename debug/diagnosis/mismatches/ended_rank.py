@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Situation, Verdict

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.wait_graph import pending_p2p
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import pending_p2p
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind

@@ -25,9 +25,9 @@ from titan_ckpt.debug.diagnosis.mismatches.splits import _listed
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
 from titan_ckpt.debug.diagnosis.standstill import is_beginning
-from titan_ckpt.debug.diagnosis.told_waits import _distances, _inferred
 from titan_ckpt.debug.diagnosis.transport import _came_too_late
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.told_waits import _distances, _inferred
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import (
     Dump,

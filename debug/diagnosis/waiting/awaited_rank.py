@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
-from titan_ckpt.debug.diagnosis.wait_graph import Edge, overtakes, shortest_chain
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, user_frame

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import NO_OPERATIONS, Run, Verdict
 from titan_ckpt.debug.incident.waits import pending

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.device_order import Part, has_order, heads, mixed_ranks, ranks_behind
+from titan_ckpt.debug.diagnosis.waiting.device_order import Part, has_order, heads, mixed_ranks, ranks_behind
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Run, Situation

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
-from titan_ckpt.debug.diagnosis.rhythm import Departure, left_rhythm
-from titan_ckpt.debug.diagnosis.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_rhythm
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
