@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import lanes
-from titan_ckpt.debug.diagnosis.wait_graph import wait_edges
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import wait_edges
 from titan_ckpt.debug.incident.kinds import DumpKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import (
     COMPLETED,

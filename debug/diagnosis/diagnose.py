@@ -18,7 +18,7 @@ from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.looks_well import healthy, looks_quiet, looks_well, went_on
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
-from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many
+from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many, outlasted
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import unmet_pairs
 from titan_ckpt.debug.diagnosis.no_culprit import running, says_done, stands_in_torch, stands_still, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
@@ -131,7 +131,7 @@ def _faults(
     named = [root for root in absent if root not in unseen or _is_known_gone(run, unseen)]
     if not mismatches:
         yield from (late for lane in found_lanes if (late := shifted(run, lane, ends.sinks)) is not None)
-    extra = [*one_too_many(run, found_lanes, states)]
+    extra = [*one_too_many(run, found_lanes, states)] or [*outlasted(run, states)]
     yield from extra
     past = {rank for verdict in extra for rank in verdict.victims}
     reasons = [verdict_of(run, root, edges, states) for root in named if root not in past]

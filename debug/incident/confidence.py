@@ -58,6 +58,11 @@ class Basis(Enum):
     TICKS_STOPPED_CLOSED = 0.85, (V.RANK_DIED,), "its recorder stopped ticking and its connections closed"
     TICKS_STOPPED_OPEN = 0.8, (V.RANK_FROZEN,), "its recorder stopped ticking and its connections stayed open"
     ENDED_NORMALLY = 0.85, (V.SKIPPED_COLLECTIVE,), "it ended with exit code 0 while others wait for it"
+    OUTLASTED = (
+        0.75,
+        (V.SKIPPED_COLLECTIVE,),
+        "the few that failed in a call for want of the many that ended with exit code 0",
+    )
     ENDED_AS_MANY = (
         0.4,
         (V.SKIPPED_COLLECTIVE,),

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.diagnosis.from_logs.elsewhere import event_of, said
+from titan_ckpt.debug.diagnosis.rank_death import ended_well
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import can_wait
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Operation, Run, Situation, Verdict
+
+_STEPS = (
+    "look for the branch that issues this operation on that rank only (`if rank == 0`, a handle that nobody waits for)",
+    "give every rank the same number of batches (drop the last, or pad), or use join",
+)
+_LEFT_ALONE = (EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR)
 
 
 def one_too_many(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -26,6 +34,25 @@ def one_too_many(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation
             yield _verdict(
                 run, lane, [lane.members[place] for place in few], [lane.members[place] for place in ended], end
             )
+
+
+def outlasted(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """The same where the operations of those that ended in order are not recorded: they had issued equal numbers, since each
+    needs all, and the few failed in a call for want of them."""
+    ended = [rank for rank, state in states.items() if state.kind == RankState.FINISHED and ended_well(run.ranks[rank])]
+    few = [rank for rank in states if rank not in ended]
+    left = [event for rank in few if (event := event_of(run.ranks[rank], _LEFT_ALONE, needs="type")) is not None]
+    if not few or len(few) >= len(ended) or len(left) < len(few) or any(event.frame is None for event in left):
+        return
+    frame = left[0].frame
+    yield Verdict(
+        verdict=VerdictKind.SKIPPED_COLLECTIVE, subtype=Subtype.EXTRA_COLLECTIVE, culprits=tuple(few), victims=tuple(ended),
+        confidence=Basis.OUTLASTED.confidence, step=run.step_of(few[0]),
+        headline=f"{rank_list(few)} waited in a call{f' at {frame.place}' if frame else ''} to which the other {len(ended)} "
+        "ranks, which ended normally, did not come",
+        evidence=(*map(said, left[:4]), Evidence(text="ended normally", rank=ended[0])),
+        chain=tuple((rank, ended[0]) for rank in few), next_steps=_STEPS,
+    )  # fmt: skip
 
 
 def _waits_beyond(lane: Lane, place: int, end: int, states: Mapping[int, Situation]) -> bool:
@@ -56,10 +83,7 @@ def _verdict(run: Run, lane: Lane, few: Sequence[int], many: Sequence[int], end:
         f"ended normally after #{end}{from_where}",
         evidence=(*told, Evidence(text="ended normally", rank=many[0])),
         chain=tuple((rank, many[0]) for rank in few),
-        next_steps=(
-            "look for the branch that issues this operation on that rank only (`if rank == 0`, a handle that nobody waits for)",
-            "give every rank the same number of batches (drop the last, or pad), or use join",
-        ),
+        next_steps=_STEPS,
     )  # fmt: skip
 
 

@@ -10,12 +10,13 @@ from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
+from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_elsewhere, operation_waited_for
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, Evidence, Heartbeat, RankRecord, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Evidence, Heartbeat, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import waited_at_the_end
 
 _BUSY = {
@@ -67,7 +68,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         victims=tuple(sorted({root, *(waiter for waiter, _ in chain)} - set(culprits))),
         group=str(run.groups[first.group]) if first else "",
         seq=first.seq if first and not (first.is_p2p or first.is_after) else None,
-        op=_operation_waited_for(run, first) or _call(first, chain, states),
+        op=operation_waited_for(run, first) or _call(first, chain, states),
         step=run.step_of(root),
         confidence=reason.confidence,
         headline=f"rank {root}{_coordinate(run.ranks[root].coordinates)} {reason.text}",
@@ -130,7 +131,7 @@ def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
 
 
 def _has_pending_in_torch(run: Run, state: Situation) -> bool:
-    return state.kind == RankState.IN_TORCH and _has_pending(run, state.rank)
+    return state.kind == RankState.IN_TORCH and has_pending(run, state.rank)
 
 
 def _overtakes(run: Run, state: Situation, edge: Edge | None) -> _Reason | None:
@@ -142,7 +143,7 @@ def _overtakes(run: Run, state: Situation, edge: Edge | None) -> _Reason | None:
     frame = user_frame(done.frames, run.wrappers)
     text = (
         f"issued {done.op} #{done.seq} of group {done.group}{f' at {frame.place}' if frame else ''} without "
-        f"{_operation_waited_for(run, edge)} #{edge.seq} of group {run.groups[edge.group]}, which the others issue before it"
+        f"{operation_waited_for(run, edge)} #{edge.seq} of group {run.groups[edge.group]}, which the others issue before it"
     )
     return _Reason(
         verdict=VerdictKind.ORDER_MISMATCH,
@@ -170,34 +171,16 @@ def cause_of_death(subtype: Subtype, signal: str, *, are_many: bool = False) -> 
 def _in_collective(run: Run, state: Situation, edge: Edge) -> _Reason:
     """Why a rank that others wait for waits itself."""
     where = state.where
-    if _is_elsewhere(run, state, edge):
-        text = f"waits in {state.call}{where}, while the others wait for it in {_operation_waited_for(run, edge)}"
+    if is_elsewhere(run, state, edge):
+        text = f"waits in {state.call}{where}, while the others wait for it in {operation_waited_for(run, edge)}"
         return _Reason(verdict=VerdictKind.SKIPPED_COLLECTIVE, confidence=Basis.OTHER_CALL.confidence, text=text)
-    if state.call == "wait" and not _has_pending(run, state.rank):
+    if state.call == "wait" and not has_pending(run, state.rank):
         text = f"waits{where} for something that its dump does not hold: a send or recv, whose peer does not come"
         return _Reason(
             verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.WAITS_FOR_UNRECORDED.confidence, text=text
         )
     text = f"waits in {state.call or 'a collective'}{where}; the evidence does not show for whom"
     return _Reason(verdict=VerdictKind.WAIT_CHAIN, confidence=Basis.UNKNOWN_WAIT.confidence, text=text)
-
-
-def _is_elsewhere(run: Run, state: Situation, edge: Edge) -> bool:
-    """Whether the stack of a rank that left no dump shows it in another collective than the one it is awaited in. (A black box is
-    none: it lacks what C++ issued.)"""
-    if run.ranks[state.rank].has_flight_recorder or _has_pending(run, state.rank):
-        return False
-    mine, awaited = _bare(state.call), _bare(_operation_waited_for(run, edge))
-    return mine not in ("", "wait") and bool(awaited) and mine not in awaited and awaited not in mine
-
-
-def _bare(op: str) -> str:
-    return op.replace("_", "").replace("intotensor", "").replace("tensor", "").replace("coalesced", "")
-
-
-def _has_pending(run: Run, rank: int) -> bool:
-    table = run.ranks[rank].operations
-    return bool((~table["retired"] & (table["state"] != COMPLETED)).any())
 
 
 def _possible_peers(run: Run, waiting: int) -> tuple[int, ...]:
@@ -258,7 +241,7 @@ def _aborted(run: Run, rank: int) -> _Reason | None:
     """A rank that ended by SIGABRT without having issued what the others wait in: no library aborted it for its own wait."""
     record = run.ranks[rank]
     stack = next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
-    if stack is None or _has_pending(run, rank):
+    if stack is None or has_pending(run, rank):
         return None
     frame = crash_frame(stack)
     where = f" at {frame.place}" if frame else ""
@@ -350,15 +333,6 @@ def stopped_ticking(run: Run, rank: int) -> float:
     return gap_s if gap_s > 1.0 else 0.0
 
 
-def _operation_waited_for(run: Run, edge: Edge | None) -> str:
-    if edge is None or edge.is_after:
-        return ""
-    table = run.ranks[edge.waiter].operations
-    match = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
-    rows = match.nonzero()[0]
-    return run.names.ops[table["op"][rows[-1]]] if len(rows) else ""
-
-
 def _call(edge: Edge | None, chain: Sequence[tuple[int, int]], states: Mapping[int, Situation]) -> str:
     """The call of an operation that no dump holds, from the stack of a rank that waits in it."""
     of_waiters = (states[rank].call for rank, awaited in chain if edge is not None and awaited == edge.awaited)
@@ -371,7 +345,7 @@ def _waiting(
     if edge is None:
         return []
     number = f"{'after ' * edge.is_after}#{edge.seq}"
-    op = _operation_waited_for(run, edge) or _call(edge, chain, states) or "a collective"
+    op = operation_waited_for(run, edge) or _call(edge, chain, states) or "a collective"
     kind = states[edge.waiter].kind  # a receive that waits for the same rank is another operation
     more = sum(awaited == chain[0][1] and states[waiter].kind == kind for waiter, awaited in chain) - 1
     others = " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)" if more else ""

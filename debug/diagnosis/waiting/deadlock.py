@@ -26,11 +26,6 @@ class _Cycle:
     outside: tuple[int, ...]
     states: Mapping[int, Situation]
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether the ranks wait for each other."""
-        return any(edge.waiter in self.ranks for edge in self.inside)
-
     def others(self, culprits: Sequence[int]) -> tuple[int, ...]:
         """All ranks that wait, but the culprits."""
         return tuple(sorted({*self.ranks, *self.outside} - set(culprits)))
@@ -65,10 +60,12 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
     outside = tuple(sorted({edge.waiter for edge in edges if edge.awaited in ranks} - set(ranks)))
     cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
     if any(edge.is_p2p for edge in inside):
-        rules = (_off_rhythm, _p2p_cycle, _half_missing, _wrong_group, _skipped)
+        found = (
+            _off_rhythm(cycle) or _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _skipped(cycle)
+        )
     else:
-        rules = (_wrong_group, _skipped, _off_rhythm)
-    finding = next((found for rule in rules if (found := rule(cycle)) is not None), None) or _across_groups(cycle)
+        found = _wrong_group(cycle) or _skipped(cycle) or _off_rhythm(cycle)
+    finding = found or _across_groups(cycle)
     return _verdict(cycle, finding)
 
 
@@ -94,6 +91,7 @@ def _off_rhythm(cycle: _Cycle) -> _Finding | None:
         return None
     [(rank, left)] = found.items()
     expected, done = cycle.run.operation(rank, left.expected), cycle.run.operation(rank, left.row)
+    is_closed = any(edge.waiter in cycle.ranks for edge in cycle.inside)
     verdict, subtype = VerdictKind.SKIPPED_COLLECTIVE, Subtype.NONE
     if left.what == Departure.SKIPPED:
         verdict = VerdictKind.P2P_MISSING_PEER if expected.p2p else verdict
@@ -114,7 +112,7 @@ def _off_rhythm(cycle: _Cycle) -> _Finding | None:
         culprits=(rank,),
         victims=cycle.others((rank,)),
         basis=Basis.BROKE_ROUTINE,
-        headline=f"{f'ranks {_list(cycle.ranks)} wait for each other, since ' * cycle.is_closed}rank {rank} {text}",
+        headline=f"{f'ranks {_list(cycle.ranks)} wait for each other, since ' * is_closed}rank {rank} {text}",
         advice="look for the branch that changes the order of operations on that rank (an empty batch, a rank-local condition)",
         edges=tuple(sorted(cycle.inside, key=lambda edge: edge.awaited != rank)),
     )
