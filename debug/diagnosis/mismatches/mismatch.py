@@ -99,13 +99,13 @@ def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
         why = f"{len(first.ranks)} of {len(meeting.lane.members)} ranks agree with each other"
         return _Blame(culprits=ranks, basis=basis, why=why)
     tied = [side for side in sides if len(side.ranks) == len(first.ranks)]
+    if (unlike := _unlike_siblings(meeting, tied)) is not None:
+        return unlike
     scores = [_strangeness(meeting, side) for side in tied]
     if max(scores) > min(scores) and not all(_is_new(meeting, side) for side in tied):
         strange = tied[scores.index(max(scores))]
         why = "its own earlier operations led elsewhere"
         return _Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
-    if (unlike := _unlike_siblings(meeting, tied)) is not None:
-        return unlike
     everyone = tuple(sorted(rank for side in sides for rank in side.ranks))
     why = "both parties are equally large and neither breaks with its own history"
     return _Blame(culprits=everyone, basis=Basis.TIE, why=why)

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from titan_ckpt.debug.incident.kinds import DumpKind
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
 from titan_ckpt.debug.incident.records import COMPLETED, SEND, STARTED, Array, RankRecord, Run
 from titan_ckpt.debug.incident.waits import pending
 
@@ -50,7 +50,8 @@ def has_timed_out(run: Run) -> bool:
     """Whether NCCL gave an operation up: its watchdog has retired one that did not complete, or one is pending for longer than
     its timeout."""
     tables = [one.operations for one in run.ranks.values() if has_order(one) and one.operations["state"].any()]
-    newest_ns = max((int(table["created_ns"].max()) for table in tables), default=0)
+    has_one_clock = not any(flag.flag == FlagKind.CLOCK_SKEW for flag in run.flags)
+    newest_ns = max((int(table["created_ns"].max()) for table in tables if has_one_clock), default=0)
     return any(map(partial(_has_given_up, newest_ns=newest_ns), tables))
 
 
