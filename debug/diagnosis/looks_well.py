@@ -117,12 +117,19 @@ def _lacks_end(run: Run) -> bool:
     return any(not beat.is_stopped and (some_ended or is_silent(run, beat)) for beat in beats)
 
 
+def _is_one_silent(run: Run) -> bool:
+    """Whether a recorder that did not stop was silent when the evidence was read."""
+    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
+    return any(not beat.is_stopped and is_silent(run, beat) for beat in beats)
+
+
 def looks_quiet(run: Run) -> bool:
     """Whether there is evidence of each rank, and none of trouble: nobody can tell a running job from one that hangs by it."""
     has_any = all(record.dumps or record.log or record.stacks for record in run.ranks.values())
     if any(event.kind != EventKind.SIGTERM for event in trouble_of_job(run)) or (run.launcher and run.launcher.code):
         return False
-    if any(was_told(record) or (record.heartbeat and record.heartbeat.is_stopped) for record in run.ranks.values()):
+    stopped = [record for record in run.ranks.values() if record.heartbeat and record.heartbeat.is_stopped]
+    if any(map(was_told, run.ranks.values())) or not all(map(ended_well, stopped)) or (stopped and _is_one_silent(run)):
         return False
     job = run.job_log
     has_steps = job is not None and (job.last_step is not None or job.last_step_line > 0 or job.done_line > 0)

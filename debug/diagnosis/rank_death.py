@@ -7,7 +7,7 @@ import signal
 
 from titan_ckpt.debug.incident.busy_with import last_words, speaks_of_others
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_frame, main_thread_state
+from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_thread_state
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind, RankState, Subtype
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 from titan_ckpt.debug.incident.waits import pending, waited_at_the_end
@@ -316,10 +316,15 @@ def _killed(record: RankRecord, ended: Exit, number: int) -> Situation:
         rank=record.rank,
         kind=RankState.DEAD,
         detail=Subtype.OOM if lack is not None else Subtype.SIGNAL,
-        frame=main_frame(stack),
+        frame=crash_frame(stack),
         signal=name,
         confidence=Basis.KILLED.confidence,
-        evidence=(killed, *((event_evidence(lack),) if lack is not None else ()), *last_words(record)),
+        evidence=(
+            killed,
+            *((event_evidence(lack),) if lack is not None else ()),
+            *(crashed_thread(record, stack) if stack is not None and stack.current is not None else ()),
+            *last_words(record),
+        ),
     )
 
 

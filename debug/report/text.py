@@ -38,7 +38,8 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
     if steps:
         lines += ["what to do:", *(f"  {i}. {_wrapped(step, 5)}" for i, step in enumerate(steps, 1))]
     for other in verdicts[1 : 1 + MAX_OTHERS]:
-        lines.append(f"less likely ({other.confidence:.0%}): {other.verdict}: {_wrapped(other.headline, 2)}")
+        word = "less likely" if other.confidence < top.confidence else "also"
+        lines.append(f"{word} ({other.confidence:.0%}): {other.verdict}: {_wrapped(other.headline, 2)}")
     lines += [f"note: {flag.flag}: {escape_line(flag.text)}{_ranks(flag.ranks)}" for flag in run.flags[:4]]
     if len(run.flags) > 4:
         lines.append(f"note: {len(run.flags) - 4} more flags; see --json")

@@ -325,7 +325,8 @@ def evidence_link(item: Evidence, incident: Incident) -> RowLink | None:
 
 def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
     if len(incident.verdicts) > 1:
-        yield head("less likely")
+        is_less = all(other.confidence < incident.top.confidence for other in incident.verdicts[1:])
+        yield head("less likely" if is_less else "other readings")
     for other in incident.verdicts[1:]:
         for line in wrapped(f"  {other.confidence:.0%} {other.verdict}: {other.headline}", width, "      "):
             yield row(line, link=incident.link_of(other))

@@ -308,7 +308,7 @@ def test_a_text_is_history_where_the_job_outlived_it(done_line: int, newest_s: f
     assert _is_history(log, interrupt(100.0)) == is_history
 
 
-def test_ranks_without_an_end_are_told_from_those_without_anything() -> None:
+def test_ranks_without_an_end_are_told_apart_from_unseen_ones() -> None:
     told = {
         rank: Verdict(
             verdict=VerdictKind.RANK_DIED, headline=f"{rank}", culprits=(rank,), victims=(0, 4, 5, 6), confidence=0.6
