@@ -165,7 +165,7 @@ async def test_the_palette_knows_ranks_by_the_word() -> None:
         await settled(app, pilot)
         found = [(hit.text, hit.help) async for hit in Jumps(app.screen).search("rank")]
         assert [text for text, _ in found] == [f"go to rank {rank}" for rank in (2, 0, 1, 3)]
-        assert found[0][1] == "culprit: in a collective at /srv/job/faults.py:122"
+        assert found[0][1] == "culprit: was in a collective at /srv/job/faults.py:122"
 
 
 async def test_page_keys_of_the_palette_are_safe() -> None:
