@@ -199,7 +199,7 @@ def _take_log(
         endings.found
         or endings.notes
         or endings.code is not None
-        or any(s.events or w[0] == "rank" for w, s in text.writers.items())
+        or any(s.events or s.last_step is not None or w[0] == "rank" for w, s in text.writers.items())
     )
     if is_log or has_content:
         evidence.num_evidence += 1

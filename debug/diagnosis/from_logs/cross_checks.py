@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
@@ -18,7 +19,7 @@ _NOT_COME = (VerdictKind.STUCK_ON_CPU, VerdictKind.SKIPPED_COLLECTIVE, VerdictKi
 def is_contradicted(run: Run, verdict: Verdict) -> bool:
     """Whether a verdict that a rank did not come rests on inference, and either its dump is older than what it then did, or
     error texts name other ranks as those that did not come."""
-    if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict):
+    if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict) or _was_killed_in_a_hang(run, verdict):
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
@@ -41,6 +42,24 @@ _OF_PEERS = re.compile(
     r"tim(?:es?|ed|ing)[ -]?out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|onnection (?:reset|closed|refused)|\bother ranks?\b",
     re.I,
 )
+STANDSTILL_S = 10.0
+
+
+def _was_killed_in_a_hang(run: Run, verdict: Verdict) -> bool:
+    """Whether SIGKILL came long after the last step, which one rank alone was past by then: it had left an operation out that the
+    others waited in, and somebody ended the job for that."""
+    killed = [run.ranks[rank].exit for rank in verdict.culprits] if verdict.verdict == VerdictKind.RANK_DIED else []
+    if not killed or not all(ended is not None and ended.code == -SIGKILL and ended.time_s for ended in killed):
+        return False
+    logs = {rank: record.log for rank, record in run.ranks.items() if record.log is not None and record.log.step_times}
+    newest = sorted(max(log.step_times) for log in logs.values())
+    ahead = [rank for rank, log in logs.items() if max(log.step_times) == newest[-1]] if len(logs) == len(run.ranks) > 2 else []
+    if len(ahead) != 1 or newest[0] != newest[-2] or ahead[0] in verdict.culprits:
+        return False
+    last_s = max(max(log.step_times.values()) for log in logs.values())
+    return all(ended is not None and (ended.time_s or 0.0) - last_s > STANDSTILL_S for ended in killed)
+
+
 _OTHER_ENDS = (EventKind.TIME_LIMIT, EventKind.PREEMPTED)
 
 

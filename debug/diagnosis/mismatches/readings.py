@@ -55,7 +55,7 @@ def _later_shift(meeting: Meeting, common: Side, deviant: Side) -> Reading | Non
     readings fit, the one by which the most operations come from the same lines on both sides."""
     ours = _following(meeting, common.ranks[0], 6)
     theirs = _following(meeting, deviant.ranks[0], 6)
-    if min(len(ours), len(theirs)) < 2:
+    if min(len(ours), len(theirs)) < 2 or _is_same_call(meeting, common, deviant):
         return None
     readings = (
         (_SWAPPED, [(ours[0], theirs[1]), (ours[1], theirs[0]), *zip(ours[2:], theirs[2:], strict=False)]),
@@ -66,6 +66,12 @@ def _later_shift(meeting: Meeting, common: Side, deviant: Side) -> Reading | Non
         (reading, pairs) for reading, pairs in readings if len(pairs) > 1 and all(a[0] == b[0] for a, b in pairs)
     ]
     return max(fitting, key=lambda one: sum(a == b for a, b in one[1]), default=(None,))[0]
+
+
+def _is_same_call(meeting: Meeting, common: Side, deviant: Side) -> bool:
+    """Whether both issued the same operation from the same line: then its size or dtype differs, and none is one too many."""
+    sites = [call_site(meeting.run, side.operation)[:1] for side in (common, deviant)]
+    return bool(sites[0]) and sites[0] == sites[1] and common.operation.op == deviant.operation.op
 
 
 def _following(meeting: Meeting, rank: int, count: int) -> list[tuple[int, int]]:

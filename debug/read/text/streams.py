@@ -25,7 +25,7 @@ MAX_SOURCE = 300  # characters of a source line
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
-_STEP = re.compile(r"\b(?:global_?)?(?:step[ =:#-]{0,3}|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
+_STEP = re.compile(r"\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
 _BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
 _DONE = re.compile(
