@@ -53,7 +53,11 @@ def _was_killed_in_a_hang(run: Run, verdict: Verdict) -> bool:
         return False
     logs = {rank: record.log for rank, record in run.ranks.items() if record.log is not None and record.log.step_times}
     newest = sorted(max(log.step_times) for log in logs.values())
-    ahead = [rank for rank, log in logs.items() if max(log.step_times) == newest[-1]] if len(logs) == len(run.ranks) > 2 else []
+    ahead = (
+        [rank for rank, log in logs.items() if max(log.step_times) == newest[-1]]
+        if len(logs) == len(run.ranks) > 2
+        else []
+    )
     if len(ahead) != 1 or newest[0] != newest[-2] or ahead[0] in verdict.culprits:
         return False
     last_s = max(max(log.step_times.values()) for log in logs.values())

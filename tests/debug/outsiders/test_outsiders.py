@@ -12,7 +12,9 @@ from tests.debug.outsiders.pieces import all_told, outcome, part_of, pinned, unp
 from titan_ckpt.debug import diagnose, open_run
 
 Pieces = dict[str, tuple[Path, dict[str, Any]]]
-LEAST_RIGHT = {"outsiders/first": 455, "outsiders/second": 218, "outsiders/third": 168, "outsiders/fourth": 90, "outsiders/fifth": 170}
+LEAST_RIGHT = {
+    "outsiders/first": 455, "outsiders/second": 218, "outsiders/third": 168, "outsiders/fourth": 90, "outsiders/fifth": 220,
+}  # fmt: skip
 EXPECTED = pinned()
 
 
