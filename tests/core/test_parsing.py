@@ -7,9 +7,10 @@ import gzip
 import json
 import lzma
 import pickle
+import random
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ import zstandard
 from titan_ckpt.errors import ConfigError, DamagedError, TitanError
 from titan_ckpt.format.dcp_read import read_dcp_metadata
 from titan_ckpt.parsing.json_values import MAX_VALUES, JsonValue, parse_json, show
-from titan_ckpt.parsing.pickle_check import check_pickle
+from titan_ckpt.parsing.pickle_check import MAX_MEMOIZED, MAX_TUPLES, _end_if_plain, check_pickle
+from titan_ckpt.parsing.pickle_stack import walk
 from titan_ckpt.parsing.unpacking import UNPACKED_FREE, unpacked
 from titan_ckpt.resharding.placement_rules import read_rules
 from titan_ckpt.sharding.mesh import MAX_RANKS, MeshSpec
+from tools.paths import DATA
 
 BAD_JSON = {
     "key twice": b'{"a": 1, "a": 2}',
@@ -97,7 +100,10 @@ def test_any_value_is_shown_in_short_ascii() -> None:
 
 
 DOUBLED = b"h\x00h\x00\x86q\x00"
+PAIR = b"X\x01\x00\x00\x00aq\x00h\x00h\x00\x86q\x01"  # of a memoized text, memoized, as torch writes a group
 HANGS = {
+    "pairs of memoized pairs": b"\x80\x02}" + PAIR + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(1, 60)) + b"Ns.",
+    "pairs of pairs and texts": b"\x80\x02}" + PAIR + b"X\x01\x00\x00\x00bq\x02\x86q\x03" * 50_000 + b"Ns.",
     "tuples of tuples as keys": b"\x80\x02}K\x01\x85q\x00" + DOUBLED * 40 + b"Ns.",
     "the same as members of a set": b"\x80\x04\x8f(K\x01\x85q\x00" + DOUBLED * 40 + b"\x90.",
     "doubled on the stack": b"\x80\x02}K\x01" + b"2\x86" * 60 + b"Ns.",
@@ -197,3 +203,41 @@ def test_a_mesh_of_absurd_size_is_a_config_error(text: str) -> None:
 def test_a_rule_for_a_dimension_that_no_tensor_has_is_refused(dim: str) -> None:
     with pytest.raises(TitanError):
         read_rules(f'[placements]\n"*" = ["tp:{dim}"]', where="t")
+
+
+def test_dump_of_torch_is_checked_by_regular_expression() -> None:
+    for name in ("all_ops/rank_0", "chain/rank_0", "ring/rank_1"):
+        data = (DATA / "flight_recorder" / name).read_bytes()
+        assert _end_if_plain(data, "x", "strict") == walk(data, "x") == len(data)
+
+
+TOKENS = {
+    b"h\x00": 0, b"h\x01": 1, b"h\x02": 2, b"j\x01\x00\x00\x00": 1, b"q\x01": 1, b"q\x02": 2, b"r\x01\x00\x00\x00": 1,
+    b"\x86": 0, b"X\x01\x00\x00\x00c": 0,
+}  # fmt: skip
+
+
+def heaviest(tokens: Sequence[bytes]) -> int:
+    """How many steps the heaviest tuple takes to be hashed."""
+    stack, memo, most = [1, 1], {0: 1}, 1
+    for token in tokens:
+        if token[:1] in b"hj":
+            stack.append(memo.get(TOKENS[token], 1))
+        elif token[:1] in b"qr":
+            memo[TOKENS[token]] = stack[-1]
+        elif token == b"\x86":
+            stack.append(1 + stack.pop() + (stack.pop() if stack else 1))
+        else:
+            stack.append(1)
+        most = max(most, stack[-1])
+    return most
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tuples_that_pass_by_regular_expression_are_light(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(2000):
+        tokens = draw.choices([*TOKENS], k=draw.randint(1, 40))
+        data = b"\x80\x02}X\x01\x00\x00\x00aq\x00" + b"".join(tokens) + b"Ns."
+        if _end_if_plain(data, "x", "strict") is not None:
+            assert heaviest(tokens) <= 4 * (MAX_TUPLES + MAX_MEMOIZED)
