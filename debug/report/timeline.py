@@ -16,6 +16,7 @@ from titan_ckpt.debug.report.alike import Alike
 MOST_ROWS = 48
 SHOWN_OPERATIONS = 24
 WIDTH, LABEL, ROW, HEAD = 1000, 210, 18, 34
+STOP_TEXT = 200  # at most so wide is the text at the last rank's wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,8 @@ def timeline(run: Run, parties: Sequence[Alike]) -> str:
     if began := began_ns(run):
         x = window.x(began)
         lines.append(f'<line class="stop" x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 6}" y2="{height}"/>')
-        lines.append(f'<text class="stop" x="{x + 3:.1f}" y="{HEAD - 10}">the last rank began to wait</text>')
+        place = f'x="{x + 3:.1f}"' if x < WIDTH - STOP_TEXT else f'x="{x - 3:.1f}" text-anchor="end"'
+        lines.append(f'<text class="stop" {place} y="{HEAD - 10}">the last rank began to wait</text>')
     return "\n".join([*lines, "</svg>"])
 
 
