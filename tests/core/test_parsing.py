@@ -103,6 +103,8 @@ DOUBLED = b"h\x00h\x00\x86q\x00"
 PAIR = b"X\x01\x00\x00\x00aq\x00h\x00h\x00\x86q\x01"  # of a memoized text, memoized, as torch writes a group
 HANGS = {
     "pairs of memoized pairs": b"\x80\x02}" + PAIR + b"".join(b"h%ch%c\x86q%c" % (n, n, n + 1) for n in range(1, 60)) + b"Ns.",
+    "pairs of pairs by other names": b"\x80\x02}" + PAIR
+    + b"".join(b"h%cq%ch%ch%c\x86q%c" % (n, n + 1, n + 1, n + 1, n + 2) for n in range(1, 120, 2)) + b"Ns.",
     "pairs of pairs and texts": b"\x80\x02}" + PAIR + b"X\x01\x00\x00\x00bq\x02\x86q\x03" * 50_000 + b"Ns.",
     "tuples of tuples as keys": b"\x80\x02}K\x01\x85q\x00" + DOUBLED * 40 + b"Ns.",
     "the same as members of a set": b"\x80\x04\x8f(K\x01\x85q\x00" + DOUBLED * 40 + b"\x90.",

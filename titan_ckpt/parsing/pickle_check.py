@@ -36,9 +36,9 @@ _NUMBER = (
 
 def _run(put: bytes) -> re.Pattern[bytes]:
     """Opcodes that need no look: pushes, the filling of lists and dicts, tuples of two memoized values before `put`."""
-    leaves = (
-        _LEAF + rb"(?:[N\x88\x89]|" + _LEAF + rb"++(?:\x86" + put + rb")?+|" + _NUMBER + rb")?+"
-    )  # often key and value
+    is_no_put = rb"(?!" + _PUTS + rb")"  # of a value that has one, which might be a tuple
+    many = _LEAF + rb"++(?:\x86" + put + rb"|" + is_no_put + rb")"
+    leaves = _LEAF + rb"(?:[N\x88\x89]|" + many + rb"|" + _NUMBER + rb"|" + is_no_put + rb")"  # often key and value
     return re.compile(rb"(?:" + leaves + rb"|[N\x88\x89\]})(eaus]++|q.|" + _NUMBER + rb")*+", re.DOTALL)
 
 
