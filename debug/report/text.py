@@ -71,7 +71,7 @@ def _chain(top: Verdict) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
-    return f" (ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
+    return f" (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''})"
 
 
 def _wrapped(text: str, indent: int) -> str:

@@ -54,7 +54,7 @@ async def test_every_screen_has_the_verdict_and_marks_the_culprit() -> None:
         for number in "12345678":
             await press(app, pilot, number)
             assert (
-                "P2P_MISSING_PEER · rank 1 · stuck for 5.0 s · n0:22332 · faults.py:281"
+                "P2P_MISSING_PEER · rank 1 · stuck for 5.0 s · faults.py:281 · n0:22332"
                 in screen_text(app).splitlines()[1]
             )
         marks = {"1": "! at fault: rank 1", "2": "▸ !    1 ", "3": "▸ !    1 ", "5": "    !1 ", "6": "rank 1 ! culprit"}
@@ -71,7 +71,7 @@ async def test_enter_on_a_p2p_verdict_opens_its_sends_and_receives() -> None:
         await press(app, pilot, "enter")
         assert app.pane.number == 2
         assert "group default_pg send/recv" in screen_text(app)
-        assert app.pane.copied_text() == "group default_pg send/recv #3: rank 1 absent"
+        assert app.pane.copied_text() == "group default_pg send/recv 3rd: rank 1 absent"
         await press(app, pilot, "6")
         assert "cycle" not in screen_text(app)
 

@@ -221,12 +221,16 @@ class Incident:
         named = set(verdict.culprits or verdict.suspects or verdict.victims)
         return next((i for i in places if named & set(self.lanes[i].members)), places[0] if places else None)
 
+    def left_out(self, lane: Lane) -> dict[int, int]:
+        """The column of the send or receive that a rank left out, by its place. In a cycle nobody left one out."""
+        return {} if self.top.verdict == VerdictKind.P2P_CYCLE else missing_halves(lane, self.edges)
+
     def stands_at(self, lane: Lane) -> int:
         """The number at which a lane stands: the verdict's, of a slow job the newest late one that all issued, else the first
         that a rank waits in, else the last."""
         top, last = self.top, int(lane.last.max())
         if self.is_p2p(lane):
-            missing = missing_halves(lane, self.edges)
+            missing = self.left_out(lane)
             places = [place for place in missing if lane.members[place] in top.culprits] or list(missing)
             column = missing[places[0]] if places else last - 1
             return lane.first_seq + (column if (lane.row[:, column] >= 0).any() else last - 1)

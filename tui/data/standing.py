@@ -96,7 +96,7 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
     facts += [stuck, str(top.subtype) if top.verdict not in NO_FAULT else ""]
     if len(named) == 1:
-        facts += [process_text(incident, named[0]), line_text(incident, named[0])]
+        facts += [line_text(incident, named[0]), process_text(incident, named[0])]
     if top.verdict not in NO_FAULT:
         sure, stop = f"confidence {top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)
         facts += [sure, stop] if stuck and not incident.is_slow else [stop, sure]

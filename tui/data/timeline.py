@@ -30,6 +30,7 @@ from titan_ckpt.tui.data.grid import (
 from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
+_PART_OF_WINDOW = 20  # the window begins with the earliest rank if that adds no more than 1 / 20 to it
 # Code in a grid -> how its bar looks. What was issued and has not ended reaches to the right edge.
 BARS: Mapping[int, Glyph] = {
     BLANK: Glyph(char=" ", role=Role.DIM, label="in no operation"),
@@ -83,8 +84,11 @@ def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int, ahead: Mappin
     issued = [times for times in issued if len(times)]
     if not issued:
         return None
-    start = int(np.median([times[-LAST_OPERATIONS:][0] for times in issued]))
+    firsts = [int(times[-LAST_OPERATIONS:][0]) for times in issued]
     last = max(int(times[-1]) for times in issued)
+    start, earliest = int(np.median(firsts)), min(firsts)
+    if start - earliest <= (last - earliest) // _PART_OF_WINDOW:
+        start = earliest
     room = max((last - start) // 3, 1_000_000)
     return Window(start=min(start, last), end=max(min(last_sign_ns, last + room), last + room // 4))
 

@@ -54,8 +54,10 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         text = (
-            "all wait from here"
-            if not incident.failed and all(s.kind.is_waiting for s in incident.states.values())
+            "nobody goes on from here"
+            if incident.failed
+            else "all wait from here"
+            if all(s.kind.is_waiting for s in incident.states.values())
             else "all others wait from here"
         )
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"

@@ -15,7 +15,6 @@ from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.p2p import missing_halves
 from titan_ckpt.tui.pictures.details import rank_rows, signature_text
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, place_text, row
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows
@@ -183,7 +182,7 @@ class CollectiveRows:
         self._is_p2p = incident.is_p2p(lane)
         if self._is_p2p:  # a rank may have fewer sends and receives than others
             is_absent = np.zeros(len(self._at), bool)
-            places = missing_halves(lane, incident.edges)
+            places = incident.left_out(lane)
             is_absent[[place for place, at in places.items() if at == column]] = True
         self._is_absent, self._is_mixed = is_absent, bool(self._is_other.any())
         self._problems = np.flatnonzero(self._is_other | is_absent) + 1

@@ -29,7 +29,7 @@ from titan_ckpt.tui.data.grid import (
     usual_operation,
 )
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.p2p import different_halves, missing_halves
+from titan_ckpt.tui.data.p2p import different_halves
 from titan_ckpt.tui.data.timeline import BARS
 from titan_ckpt.tui.pictures.timeline import bar_spans
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
@@ -51,7 +51,7 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
         if incident.is_slow:
             grid.codes[grid.codes == ABSENT] = LATE
     else:
-        missing, different = missing_halves(lane, incident.edges), different_halves(incident.run, lane, incident.top)
+        missing, different = incident.left_out(lane), different_halves(incident.run, lane, incident.top)
         grid = build_p2p_grid(incident.run, lane, missing, different)
     if incident.is_over:
         grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = ENDED

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.incident.kinds import RankState
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import DONE, ENDED, ENDED_TEXT, GLYPHS, PENDING, SILENT, usual_signature
 from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident
@@ -122,7 +122,9 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
     missing = [rank for rank in awaited if rank in incident.top.culprits]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
     named = ranks_text if is_narrow else _named
-    odd: list[TextSpan] = [(f"{named(missing, 4)} left one out", Role.BAD)] * bool(missing)
+    did = "wait for each other" if incident.top.verdict == VerdictKind.P2P_CYCLE else "left one out"
+    odd: list[TextSpan] = [(f"{named(missing, 4)} {did}", Role.BAD)] * bool(missing)
+    waiting = [rank for rank in waiting if rank not in missing]
     odd += [("; ", Role.DIM)] * bool(missing and waiting)
     of_waiting = ranks_text if missing else named
     role: Role = Role.PLAIN if missing else Role.WARN
@@ -182,7 +184,7 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
         glyph = SITUATIONS[incident.states[rank].kind]
         link, mark = RowLink(screen=6, rank=rank), CULPRIT if rank in incident.top.culprits else " "
         yield row((f"{mark}{rank:>6}  ", Role.BAD if mark == CULPRIT else Role.PLAIN), f"{newest:<{column}}",
-                  (truncate(f"{glyph.char} {glyph.label}", width - 9 - column), glyph.role), link=link)  # fmt: skip
+                  (truncate(f"{glyph.char} {incident.doing(rank)}", width - 9 - column), glyph.role), link=link)  # fmt: skip
     if len(lane.members) > MAX_MEMBERS:
         yield row((f"  and {counted(len(lane.members) - MAX_MEMBERS, 'more rank')}", Role.DIM))
 

@@ -253,8 +253,9 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
     for kind, count in state_counts(incident):
         glyph = SITUATIONS[kind]
         ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
+        doing = {incident.doing(rank) for rank in ranks}
         named = ranks_named(ranks) if count == 1 else f"{counted(count, 'rank')} ({ranks_text(ranks, 8)})"
-        yield row((f"  {glyph.char} ", glyph.role), f"{glyph.label}: ", (named, Role.DIM),
+        yield row((f"  {glyph.char} ", glyph.role), f"{doing.pop() if len(doing) == 1 else glyph.label}: ", (named, Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
     yield from _exit_rows(incident, width)
 
@@ -379,7 +380,7 @@ def _evidence_counts(run: Run) -> Iterator[Row]:
             (f"  {name}: {len(ranks)} of {counted(world, 'rank')}", Role.PLAIN if ranks else Role.DIM)
         ]
         if ranks and missing:
-            parts.append((f"  missing: {ranks_text(missing, 6)}", Role.WARN))
+            parts.append((f"  missing: {ranks_named(missing, 6)}", Role.WARN))
         yield row(*parts)
 
 
@@ -392,7 +393,7 @@ def _flag_rows(run: Run, width: int) -> Iterator[Row]:
         is_damage = flag.flag in ("DUMP_CORRUPT", "DUMP_MISSING")
         for i, line in enumerate(wrapped(f"{flag.flag}: {flag.text}{ranks}{source}", width - 4, "  ")):
             yield row(
-                ("  ! " if i == 0 else "    ", Role.BAD if is_damage else Role.WARN),
+                ("  ! " if i == 0 else "    ", Role.BAD if flag.flag == "DUMP_CORRUPT" else Role.WARN),
                 line,
                 is_problem=is_damage and i == 0,
             )

@@ -87,7 +87,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     held_up = _reached(waiters, shown)
     cycles = sorted(waiting - held_up)
     if cycles:
-        yield head("wait cycle: each rank waits for the next")
+        yield head("wait cycle: each rank waits for the one above it, the first for the last")
     for rank in cycles:
         if rank not in shown:
             yield from _tree(incident, rank, waiters, shown, width)
@@ -121,7 +121,7 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
             state, wait = incident.states[group[0]], alone.get(group[0])
             glyph = SITUATIONS[state.kind]
             what = (
-                glyph.label
+                incident.doing(group[0])
                 if wait is None
                 else f"{wait.text} {ENDED_TEXT}"
                 if incident.is_over
@@ -245,7 +245,7 @@ def _rank_row(
     if edge is None and pending is None and state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P):
         pending = incident.wait_of.get(rank)
     glyph = SITUATIONS[state.kind]
-    what = [(glyph.label, 0)] if pending is None else _pending_parts(incident, pending)
+    what = [(incident.doing(rank), 0)] if pending is None else _pending_parts(incident, pending)
     parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
     wait = pending if pending is not None else incident.wait_of.get(rank)
     frame = state.frame if pending is None else None

@@ -137,7 +137,7 @@ def _circle(cycle: _Cycle) -> _Finding:
         culprits=cycle.ranks,
         victims=cycle.outside,
         basis=_sureness(cycle),
-        headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: a P2P cycle",
+        headline=f"ranks {_list(cycle.ranks)} each wait for another's half of a send/recv pair: a P2P cycle",
         advice="reverse the order on every second rank, or use batch_isend_irecv",
         edges=cycle.inside,
     )
@@ -159,7 +159,7 @@ def _odd_one(cycle: _Cycle) -> _Finding | None:
         culprits=strange,
         victims=cycle.others(strange),
         basis=Basis.BROKE_ROUTINE,
-        headline=f"ranks {_list(cycle.ranks)} each wait for the other's half of a send/recv pair: rank {_list(strange)} left the "
+        headline=f"ranks {_list(cycle.ranks)} each wait for another's half of a send/recv pair: rank {_list(strange)} left the "
         "order of sends and receives that it had repeated, the others did not",
         advice="look for the branch that leaves the send or recv out on that rank, or gives it another peer",
         edges=tuple(sorted(cycle.inside, key=lambda edge: (not edge.is_p2p, edge.waiter not in strange))),
@@ -389,7 +389,7 @@ def _verdict(cycle: _Cycle, finding: _Finding) -> Verdict:
 def _wait(cycle: _Cycle, edge: Edge) -> Evidence:
     operation = _operation(cycle.run, edge)
     frame = user_frame(operation.frames, cycle.run.wrappers) if operation else None
-    text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on {operation.group}" if operation else "")
+    text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on group {operation.group}" if operation else "")
     return Evidence.at(frame or cycle.states[edge.waiter].frame, text=text, rank=edge.waiter)
 
 
