@@ -50,7 +50,7 @@ from titan_ckpt.debug.incident.confidence import (
     Basis,
 )
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.frames import hang_stack, is_library, user_frame
+from titan_ckpt.debug.incident.frames import abort_stack, hang_stack, is_library, user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import STALL, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
@@ -94,7 +94,7 @@ def _without_fault(
     is_over = went_on(run)
     if is_over or (looks_well(run, found_lanes, edges, states) and not faults(run)):
         return healthy(run, found_lanes, is_over)
-    is_aborted = any(stack.reason == "fatal abort" for record in run.ranks.values() for stack in record.stacks)
+    is_aborted = any(abort_stack(record) is not None for record in run.ranks.values())
     stuck = same_operation(run, found_lanes) if not edges and not is_aborted else None
     if stuck is not None:
         return stuck

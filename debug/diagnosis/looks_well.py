@@ -112,9 +112,8 @@ def _has_stall(run: Run) -> bool:
 
 def _lacks_end(run: Run) -> bool:
     """Whether a recorder left no end of its process: the others did, or it was silent when the evidence was read."""
-    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
-    some_ended = any(beat.is_stopped for beat in beats)
-    return any(not beat.is_stopped and (some_ended or is_silent(run, beat)) for beat in beats)
+    ends = {record.heartbeat.is_stopped for record in run.ranks.values() if record.heartbeat is not None}
+    return len(ends) > 1 or _is_one_silent(run)
 
 
 def _is_one_silent(run: Run) -> bool:

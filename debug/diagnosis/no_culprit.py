@@ -10,24 +10,14 @@ from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, parting, suspects
 from titan_ckpt.debug.diagnosis.looks_well import leaving, timer_of
-from titan_ckpt.debug.diagnosis.rank_death import (
-    event_evidence,
-    is_absent,
-    last_error,
-)
+from titan_ckpt.debug.diagnosis.rank_death import event_evidence, is_absent, last_error
 from titan_ckpt.debug.diagnosis.standstill import Pace
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
-from titan_ckpt.debug.incident.records import (
-    Evidence,
-    Frame,
-    Run,
-    Situation,
-    Verdict,
-)
+from titan_ckpt.debug.incident.records import Evidence, Frame, Run, Situation, Verdict
 
 NO_FAULT = (EventKind.PREEMPTED, EventKind.TIME_LIMIT)
 

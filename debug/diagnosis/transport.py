@@ -133,10 +133,8 @@ def _limit_s(run: Run, rank: int, row: int) -> float:
     if found is not None:
         return int(found.group(1)) / 1e3
     entry = run.ranks[rank].operations[row]
-    is_open = entry["state"] != COMPLETED and has_order(
-        run.ranks[rank]
-    )  # then NCCL's watchdog ends it after its timeout
-    return int(entry["timeout_ms"]) / 1e3 if is_open else 0.0
+    is_watched = entry["state"] != COMPLETED and has_order(run.ranks[rank])  # by NCCL's watchdog
+    return int(entry["timeout_ms"]) / 1e3 if is_watched else 0.0
 
 
 def _has_dump(run: Run, rank: int) -> bool:

@@ -130,9 +130,14 @@ def crashed_thread(record: RankRecord, stack: StackSnapshot | None) -> tuple[Evi
     return (Evidence(text=text, rank=record.rank, source=stack.source),)
 
 
+def abort_stack(record: RankRecord) -> StackSnapshot | None:
+    """What Python wrote when SIGABRT ended the process."""
+    return next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
+
+
 def when_aborted(record: RankRecord) -> tuple[Evidence, ...]:
     """Where the main thread was when a library's own thread aborted the process."""
-    stack = next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
+    stack = abort_stack(record)
     frame = main_frame(stack)
     if stack is None or frame is None:
         return ()

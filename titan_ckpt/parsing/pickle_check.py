@@ -13,7 +13,6 @@ Opcodes: the docstrings of CPython's `pickletools`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from titan_ckpt.errors import DamagedError
 from titan_ckpt.parsing.pickle_stack import walk
@@ -47,7 +46,7 @@ _RUN = _run(rb"(?!" + _PUTS + rb")")  # unmemoized: hashed once each
 _MEMOIZED = ((1 << 18, rb"(?:q.|r..[\x00-\x03]\x00)"), (0, rb"(?:q.|r..\x00\x00)"))
 _RUNS = [(least, _run(rb"(?:(?!" + _PUTS + rb")|" + put + rb")")) for least, put in _MEMOIZED]
 _AFTER_TEXT = {ord("q"): 2, ord("r"): 5}  # where a pair ends that a memoized text does
-_MADE = re.compile(rb"\x86[qrp\x94]")
+_MADE = re.compile(rb"\x86[qrp\x94]")  # where a tuple of two may be made that is memoized
 _PARTS = re.compile(rb"(?:h(.)|j(....))(?:h(.)|j(....))\Z", re.DOTALL)
 _TEXT_BYTES = {ord("X"): 4, 0x8C: 1, 0x8D: 8}
 _CONTAINERS = (b"]", b"}", b"\x85", b"\x86", b"\x87", b"(t", b"(l", b"(d", *[b"\x8f"] * 4)
@@ -64,7 +63,8 @@ def check_pickle(data: bytes, *, where: str, are_surrogates_allowed: bool = Fals
         end = walk(data, where, errors)
     if end * len(_CONTAINERS) <= FREE_CONTAINERS:  # so few bytes cannot hold more
         return end
-    if sum(data.count(code, 0, end) for code in b"]}(\x85\x86\x87") + 4 * data.count(0x8F, 0, end) <= FREE_CONTAINERS:
+    most = sum(data.count(code, 0, end) for code in b"]}(\x85\x86\x87") + 4 * data.count(0x8F, 0, end)
+    if most <= FREE_CONTAINERS:  # single bytes are counted faster than pairs
         return end
     found = sum(data.count(opcode, 0, end) for opcode in _CONTAINERS)
     if found > FREE_CONTAINERS + end // BYTES_PER_CONTAINER:
@@ -110,7 +110,7 @@ def _run_of(data: bytes) -> tuple[re.Pattern[bytes], int]:
     a memoized tuple, by any reading of the bytes, and so grows with each that refers to it."""
     if data[1:2] >= b"\x04":  # whose pickles number what they memoize themselves
         return _RUN, MAX_TUPLES
-    before = {data[max(at - 10, 0) : at] for at in _places_of_pairs(data)}
+    before = {data[max(made.start() - 10, 0) : made.start()] for made in _MADE.finditer(data)}
     found = [match for text in before for match in (_PARTS.search(text, start) for start in range(len(text))) if match]
     parts = {index for match in found for index in match.groups() if index}
     puts = [b"r" + index.ljust(4, b"\0") for index in parts]
@@ -118,11 +118,6 @@ def _run_of(data: bytes) -> tuple[re.Pattern[bytes], int]:
     if any(data[match.start() - 1] in _TUPLES for put in puts for match in re.finditer(re.escape(put), data)):
         return _RUN, MAX_TUPLES
     return next(run for least, run in _RUNS if len(data) >= least), 0
-
-
-def _places_of_pairs(data: bytes) -> Iterator[int]:
-    """Where a tuple of two may be made that is memoized."""
-    return (match.start() for match in _MADE.finditer(data))
 
 
 def skip_text(data: bytes, at: int, length_bytes: int, where: str, errors: str) -> int:

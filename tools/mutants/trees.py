@@ -44,8 +44,8 @@ def mutated(file: Path, source: str) -> Iterator[None]:
 
 def run_tests(tree: Path, tests: Sequence[str], tests_s: float) -> Outcome:
     """Run the tests in `tree` up to the first failure, with a time limit that follows from `tests_s`."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--basetemp=.tests"]
-    command += tests
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--basetemp=.tests"]  # which goes with the tree
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     with subprocess.Popen(
         command,
         cwd=tree,

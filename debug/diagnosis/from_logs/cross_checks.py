@@ -8,6 +8,7 @@ from signal import SIGKILL
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
+from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 
@@ -42,7 +43,6 @@ _OF_PEERS = re.compile(
     r"tim(?:es?|ed|ing)[ -]?out|\bpeers?\b|\bremote\b|MPI_ERR|ncclCommAbort|onnection (?:reset|closed|refused)|\bother ranks?\b",
     re.I,
 )
-STANDSTILL_S = 10.0
 
 
 def _was_killed_in_a_hang(run: Run, verdict: Verdict) -> bool:
@@ -52,16 +52,15 @@ def _was_killed_in_a_hang(run: Run, verdict: Verdict) -> bool:
     if not killed or not all(ended is not None and ended.code == -SIGKILL and ended.time_s for ended in killed):
         return False
     logs = {rank: record.log for rank, record in run.ranks.items() if record.log is not None and record.log.step_times}
-    newest = sorted(max(log.step_times) for log in logs.values())
-    ahead = (
-        [rank for rank, log in logs.items() if max(log.step_times) == newest[-1]]
-        if len(logs) == len(run.ranks) > 2
-        else []
-    )
-    if len(ahead) != 1 or newest[0] != newest[-2] or ahead[0] in verdict.culprits:
+    if not len(logs) == len(run.ranks) > 2:
+        return False
+    newest = {rank: max(log.step_times) for rank, log in logs.items()}
+    ahead = max(newest, key=lambda rank: newest[rank])
+    behind = {step for rank, step in newest.items() if rank != ahead}
+    if len(behind) > 1 or newest[ahead] in behind or ahead in verdict.culprits:
         return False
     last_s = max(max(log.step_times.values()) for log in logs.values())
-    return all(ended is not None and (ended.time_s or 0.0) - last_s > STANDSTILL_S for ended in killed)
+    return all(ended is not None and (ended.time_s or 0.0) - last_s > LEAST_STANDSTILL_S for ended in killed)
 
 
 _OTHER_ENDS = (EventKind.TIME_LIMIT, EventKind.PREEMPTED)

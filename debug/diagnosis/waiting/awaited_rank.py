@@ -14,7 +14,7 @@ from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import crash_frame, user_frame
+from titan_ckpt.debug.incident.frames import abort_stack, crash_frame, user_frame
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Heartbeat, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import waited_at_the_end
@@ -240,7 +240,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
 def _aborted(run: Run, rank: int) -> _Reason | None:
     """A rank that ended by SIGABRT without having issued what the others wait in: no library aborted it for its own wait."""
     record = run.ranks[rank]
-    stack = next((stack for stack in record.stacks if stack.reason == "fatal abort"), None)
+    stack = abort_stack(record)
     if stack is None or has_pending(run, rank):
         return None
     frame = crash_frame(stack)

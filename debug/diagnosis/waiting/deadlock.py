@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
 from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_rhythm
-from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
@@ -86,10 +87,11 @@ MOST_COMPARED = 64
 
 def _off_rhythm(cycle: _Cycle) -> _Finding | None:
     """What the one rank did that left the order which it had repeated, in all groups, sends and receives."""
-    found = {rank: left for rank in cycle.ranks if (left := left_rhythm(cycle.run.ranks[rank])) is not None}
+    departures = ((rank, left_rhythm(cycle.run.ranks[rank])) for rank in cycle.ranks)
+    found = list(islice(((rank, left) for rank, left in departures if left is not None), 2))
     if len(found) != 1:
         return None
-    [(rank, left)] = found.items()
+    rank, left = found[0]
     expected, done = cycle.run.operation(rank, left.expected), cycle.run.operation(rank, left.row)
     is_closed = any(edge.waiter in cycle.ranks for edge in cycle.inside)
     verdict, subtype = VerdictKind.SKIPPED_COLLECTIVE, Subtype.NONE
@@ -170,7 +172,7 @@ def _left_its_order(cycle: _Cycle, rank: int) -> bool:
     """Whether the send or recv that a rank waits in is another one than its own earlier ones lead to."""
     table = cycle.run.ranks[rank].operations
     pairs = (table["p2p"] != 0).nonzero()[0].tolist()
-    rows = [_row(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
+    rows = [row_of(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
     waited = [row for row in rows if row is not None]
     if not waited:
         return False
@@ -352,18 +354,8 @@ def _minority(cycle: _Cycle) -> tuple[tuple[int, ...], Basis]:
 
 
 def _operation(run: Run, edge: Edge) -> Operation | None:
-    row = _row(run, edge)
+    row = row_of(run, edge)
     return run.operation(edge.waiter, row) if row is not None else None
-
-
-def _row(run: Run, edge: Edge) -> int | None:
-    """The row of the operation that an edge's rank waits in; messages are numbered for each pair."""
-    table = run.ranks[edge.waiter].operations
-    found = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
-    if edge.is_p2p:
-        found &= (table["peer"] == edge.awaited) & (not edge.direction or table["p2p"] == edge.direction)
-    rows = found.nonzero()[0]
-    return int(rows[-1]) if len(rows) else None
 
 
 def _verdict(cycle: _Cycle, finding: _Finding) -> Verdict:

@@ -68,43 +68,43 @@ def is_behind(record: RankRecord, row: int) -> bool:
 
 def waits_on_device(run: Run, record: RankRecord) -> bool:
     """Whether a rank's device is in an operation that does not end: then the rank waits, whatever it has not issued."""
-    return (
-        has_order(record)
-        and bool(head_rows(record))
-        and any(bool(one.operations["state"].any()) for one in run.ranks.values() if has_order(one))
-    )
+    return has_order(record) and bool(head_rows(record)) and any(_states_of_device(run))
+
+
+def _states_of_device(run: Run) -> Iterator[bool]:
+    """Of each rank with a device's operations, whether any of them has another state than `scheduled`."""
+    return (bool(record.operations["state"].any()) for record in run.ranks.values() if has_order(record))
 
 
 def mixed_ranks(run: Run) -> list[int]:
     """Ranks with pending operations of several groups, or sends and receives beside collectives; [] if no dump is NCCL's."""
-    found, is_of_device = [], False
+    found = []
     for rank, record in run.ranks.items():
-        if not has_order(record):
-            continue
-        is_of_device = is_of_device or bool(record.operations["state"].any())
-        rows = record.operations[pending(record.operations)]
+        rows = record.operations[pending(record.operations)] if has_order(record) else record.operations[:0]
         if len(rows) > 1 and bool(((rows["group"] != rows["group"][0]) | (rows["p2p"] != rows["p2p"][0])).any()):
             found.append(rank)
-    return found if is_of_device else []
+    return found if any(_states_of_device(run)) else []
 
 
 Part = tuple[int, int, int, int]  # group, number, and of a message its sender and receiver, else -1
 
 
-def parts(rank: int, table: Array, rows: Iterable[int]) -> Iterator[Part]:
-    """What the operations in these rows are, so that all ranks' parts in one have the same name."""
+def part_of(rank: int, group: int, seq: int, direction: int, peer: int) -> Part:
+    """What an operation of a rank is: equal for all ranks that take part. `direction`: SEND, RECV, or 0 of a collective."""
+    if not direction:
+        return group, seq, -1, -1
+    return group, seq, *((rank, peer) if direction == SEND else (peer, rank))
+
+
+def _parts(rank: int, table: Array, rows: Iterable[int]) -> Iterator[Part]:
     for row in rows:
-        one = table[row]
-        pair = (
-            (-1, -1) if not one["p2p"] else (rank, int(one["peer"])) if one["p2p"] == SEND else (int(one["peer"]), rank)
-        )
-        yield int(one["group"]), int(one["seq"]), *pair
+        yield part_of(rank, *(int(table[name][row]) for name in ("group", "seq", "p2p", "peer")))
 
 
 def heads(run: Run, rank: int) -> set[Part]:
     """What a rank's device is at."""
     record = run.ranks[rank]
-    return set(parts(rank, record.operations, head_rows(record)))
+    return set(_parts(rank, record.operations, head_rows(record)))
 
 
 def ranks_behind(run: Run, mixed: Iterable[int], most: int) -> dict[Part, list[int]]:
@@ -114,7 +114,7 @@ def ranks_behind(run: Run, mixed: Iterable[int], most: int) -> dict[Part, list[i
         record = run.ranks[rank]
         at = head_rows(record)
         later = [row for row in np.flatnonzero(pending(record.operations)).tolist() if row not in at]
-        for part in parts(rank, record.operations, later):
+        for part in _parts(rank, record.operations, later):
             if len(found[part]) < most:
                 found[part].append(rank)
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.records import COMPLETED, Run, Situation
+from titan_ckpt.debug.incident.records import Run, Situation
 from titan_ckpt.debug.incident.waits import pending
 
 
@@ -44,14 +44,13 @@ def _bare(op: str) -> str:
 
 
 def has_pending(run: Run, rank: int) -> bool:
-    table = run.ranks[rank].operations
-    return bool((~table["retired"] & (table["state"] != COMPLETED)).any())
+    """Whether a dump shows an operation of a rank that has not ended."""
+    return bool(pending(run.ranks[rank].operations).any())
 
 
 def operation_waited_for(run: Run, edge: Edge | None) -> str:
+    """The name of the operation that a rank waits in; "" if its dump does not hold it."""
     if edge is None or edge.is_after:
         return ""
-    table = run.ranks[edge.waiter].operations
-    match = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
-    rows = match.nonzero()[0]
-    return run.names.ops[table["op"][rows[-1]]] if len(rows) else ""
+    row = row_of(run, edge)
+    return "" if row is None else run.names.ops[run.ranks[edge.waiter].operations["op"][row]]

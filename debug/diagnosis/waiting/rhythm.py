@@ -34,14 +34,13 @@ def left_rhythm(record: RankRecord) -> Break | None:
     """The last place at which a rank left its order, where the evidence shows in which way."""
     table = record.operations[-HISTORY:]
     columns = [table[name] for name in ("group", "op", "p2p", "peer", "frames")]
-    _, path = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
-    found = broken_at(path.tolist())
-    if found is None:
+    _, keys = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
+    path = keys.tolist()
+    found = broken_at(path)
+    if found is None or not _has_all(path, *found):
         return None
     place, period = found
-    if not _has_all(path.tolist(), place, period):
-        return None
-    what = _departure(path.tolist(), place, period)
+    what = _departure(path, place, period)
     first = len(record.operations) - len(table)
     return None if what is None else Break(row=first + place, expected=first + place - period, what=what)
 

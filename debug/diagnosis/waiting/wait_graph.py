@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.waiting.device_order import Part, has_order, heads, mixed_ranks, ranks_behind
+from titan_ckpt.debug.diagnosis.waiting.device_order import Part, has_order, heads, mixed_ranks, part_of, ranks_behind
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Run, Situation
@@ -36,6 +36,16 @@ class Edge:
     is_inferred: bool = False
     is_after: bool = False
     is_queued: bool = False
+
+
+def row_of(run: Run, edge: Edge) -> int | None:
+    """The row of the operation that an edge's rank waits in; messages are numbered for each pair."""
+    table = run.ranks[edge.waiter].operations
+    found = (table["group"] == edge.group) & (table["seq"] == edge.seq) & ((table["p2p"] != 0) == edge.is_p2p)
+    if edge.is_p2p:
+        found &= (table["peer"] == edge.awaited) & (not edge.direction or table["p2p"] == edge.direction)
+    rows = found.nonzero()[0]
+    return int(rows[-1]) if len(rows) else None
 
 
 def wait_edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> list[Edge]:
@@ -71,10 +81,8 @@ def _at_heads(run: Run, states: Mapping[int, Situation], edges: list[Edge]) -> l
 
 def _part(edge: Edge) -> Part:
     """The operation that an edge's rank waits in."""
-    if not edge.is_p2p:
-        return edge.group, edge.seq, -1, -1
-    pair = (edge.waiter, edge.awaited) if edge.direction == SEND else (edge.awaited, edge.waiter)
-    return edge.group, edge.seq, *pair
+    direction = edge.direction if edge.is_p2p else 0
+    return part_of(edge.waiter, edge.group, edge.seq, direction, edge.awaited)
 
 
 def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> list[Edge]:

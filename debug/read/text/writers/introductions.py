@@ -21,7 +21,8 @@ STARTED = re.compile(
 # A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
 ON_HOST = re.compile(
     r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b(?:/\d{1,6}| of \d{1,6})?"
-    r"(?:,? \w{1,30}[ =:]{1,2}\d{1,9}){0,4},? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
+    + _FACTS
+    + r",? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
     r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
 )
 _NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
