@@ -87,7 +87,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
     held_up = _reached(waiters, shown)
     cycles = sorted(waiting - held_up)
     if cycles:
-        yield head("wait cycle: each rank waits for the one above it, the first for the last")
+        yield head("wait cycle: each rank waits for the one above it, the first for one below")
     for rank in cycles:
         if rank not in shown:
             yield from _tree(incident, rank, waiters, shown, width)
