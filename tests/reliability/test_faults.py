@@ -156,9 +156,9 @@ def test_a_mirror_copies_the_commit_before_a_failed_save(tmp_path: Path) -> None
 
 
 def test_saves_over_a_store_that_fails_at_random_lose_nothing(tmp_path: Path) -> None:
-    for outcome in random_runs(tmp_path, 150, seed=5):
+    for outcome in random_runs(tmp_path, 300, seed=5):
         assert outcome.wrong == []
-    assert outcome.saves == 150
-    assert outcome.committed > 60
-    assert min(outcome.injected[kind] for kind in ("error", "timeout", "false 404", "short read")) > 20
+    assert outcome.saves == 300
+    assert outcome.committed > 120
+    assert min(outcome.injected[kind] for kind in ("error", "timeout", "false 404", "short read")) > 40
     assert outcome.deleted > 10
