@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy hostile stores wrong-inputs loops phones soak arena bench gpu demo docs screens wheel clean
+.PHONY: help setup check fix test test-dist coverage mutants matrix release reshard-matrix experts site fuzz chat zoo peer-tests faults faults-debug hangs healthy random-keys hostile stores wrong-inputs loops phones soak arena bench gpu demo docs screens wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ hangs: $(READY) ## run what users do wrong (and right) in real jobs, diagnose ea
 
 healthy: $(READY) ## look at healthy live jobs of 20 kinds: nobody may be accused (ARGS="--looks 20 --seconds 15 --kinds ddp,fsdp2")
 	$(BIN)/python -m tools.healthy.campaign $(ARGS)
+
+random-keys: $(READY) ## press random keys on the screens over every recording: no key may end the program (ARGS="FOLDER --seconds 600")
+	$(BIN)/python -m tools.hangs.random_keys $(ARGS)
 
 hostile: $(READY) ## campaigns against hostile files, links, servers and process tables (ARGS="deletion --minutes 5 --seed 1")
 	$(BIN)/python -m scripts.hostile $(ARGS)

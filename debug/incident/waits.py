@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import DumpKind
-from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run
+from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run, Verdict
 
 _QUARTER_S = 900.0
 
@@ -78,6 +78,19 @@ def _wait(run: Run, ranks: list[int], rows: dict[int, int]) -> Wait:
 def began_ns(run: Run) -> int:
     """When the job stopped going on: the newest moment at which a rank issued what it still waits in; 0 if unknown."""
     return max((wait.since_ns for wait in waits(run)), default=0)
+
+
+def stopped_s(run: Run, top: Verdict, began_ns: int) -> float:
+    """When the job stopped going on, in seconds since the epoch: at `began_ns`, as the function of that name finds it; where
+    nothing waits, at the end of the rank that died. 0 if that is not known, or if the job was only slow."""
+    if top.verdict == VerdictKind.STRAGGLER:
+        return 0.0
+    dead = run.ranks.get(top.culprits[0]) if top.culprits and top.verdict == VerdictKind.RANK_DIED else None
+    if began_ns or dead is None:
+        return began_ns / 1e9
+    times = (dead.exit.time_s if dead.exit else None, dead.log.last_time_s if dead.log else None)
+    known = [time_s for time_s in times if time_s]
+    return max(known) - logs_ahead_s(run) if known else 0.0
 
 
 def looked_at_ns(record: RankRecord) -> int:

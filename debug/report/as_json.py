@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_ckpt.debug.incident.kinds import FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, waits
+from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
 from titan_ckpt.debug.report.action import ActionKind, action_for
 from titan_ckpt.debug.report.facts import commands, page_of
 
@@ -19,7 +19,7 @@ MAX_WAITS = 64
 def report_json(run: Run, verdicts: Sequence[Verdict], now_s: float | None = None) -> dict[str, Any]:
     """The interface for other programs. `now_s`: the present (seconds since epoch), for the age of a hang."""
     top = verdicts[0]
-    began_s, last_s = began_ns(run) / 1e9 or None, last_sign_ns(run) / 1e9 or None
+    began_s, last_s = stopped_s(run, top, began_ns(run)) or None, last_sign_ns(run) / 1e9 or None
     since_s = began_s or last_s
     return {
         "version": VERSION,

@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, StackSnapshot, Thread, Verdict
-from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, waits
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, stopped_s, waits
 from titan_ckpt.version import DOCUMENTATION
 
 MAX_WAITS = 4
@@ -23,8 +23,7 @@ MAX_COMMANDS = 3
 def when(run: Run, top: Verdict, now_s: float) -> str:
     """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known. A slow job
     has not stopped."""
-    began_s = 0.0 if top.verdict == VerdictKind.STRAGGLER else began_ns(run) / 1e9
-    return stopped(began_s, last_sign_ns(run) / 1e9, now_s)
+    return stopped(stopped_s(run, top, began_ns(run)), last_sign_ns(run) / 1e9, now_s)
 
 
 def stopped(began_s: float, last_s: float, now_s: float) -> str:

@@ -46,11 +46,33 @@ async def test_a_slow_job_that_ended_well_does_not_look_hung() -> None:
     assert found.pop("role") == "warn"
     for text in found.values():
         assert "STRAGGLER · rank 1 · slow, not stuck · ended 2026-11-21 02:15:43 UTC" in text
-        for word in ("faults.py:278", "stopped 2026", "stuck for", "absent", "wait from here", "░", "holds up"):
+        for word in ("faults.py:278", "stopped 2026", "stuck for", "absent", "wait from here", "holds up"):
             assert word not in text, (word, text)
     assert "ranks 0,2-3 waited for rank 1" in found["1"]
     assert "operation #17 · 4/4 issued" in found["3"]  # the newest late one that all issued
     assert "1  done            601 ms" in found["3"]
+    assert "late by 600 ms at 9 collectives" in found["6"]
+    culprit = next(line for line in found["2"].splitlines() if "!    1" in line)
+    assert culprit.count("+") == 9  # as many marks as the verdict counts
+
+
+def test_the_bars_of_a_slow_job_show_who_waited_for_whom() -> None:
+    incident = load_incident(str(INCIDENTS / "straggler"))
+    bars = {row.link.rank: row.text for row in bars_rows(incident, 120, 40) if row.link is not None}
+    assert [rank for rank, bar in bars.items() if "░" not in bar] == [1]
+    waits = [bars[rank].count("░") for rank in (0, 2, 3)]
+    assert min(waits) > 60  # the others waited nearly all the time
+
+
+async def test_the_wait_for_a_killed_rank_has_a_column() -> None:
+    found = await screens_of("sigkill", "126")
+    assert "RANK_DIED · rank 1 · killed by SIGKILL · pid 13564" in found["1"]
+    assert "v #7: all_reduce" in found["2"]
+    assert "rank 0 waited in all_reduce after #6" in found["6"]
+    incident = load_incident(str(INCIDENTS / "sigkill"))
+    lane = incident.lanes[0]
+    texts = [row.text for row in operation_rows(incident, lane, 7, 0, 120)]
+    assert texts[1] == "operation  not recorded: seen in the stacks of those that wait in it"
 
 
 async def test_what_ended_later_has_one_wording_everywhere() -> None:

@@ -168,7 +168,7 @@ def test_equal_waiting_ranks_are_one_line(skip: Incident) -> None:
     large = replace(skip, run=run, states=states, edges=edges, verdicts=(replace(skip.top, culprits=(0,)),))
     lines = [row.text.strip() for row in wait_rows(large, 120)]
     assert len(lines) == 2
-    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waits in all_reduce #7 · default_pg")
+    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waited in all_reduce #7 · default_pg")
 
 
 def session_of(incident: Incident) -> Session:

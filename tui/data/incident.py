@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,10 +20,10 @@ from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
-from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, logs_ahead_s, waits
+from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
-from titan_ckpt.tui.data.arrays import Floats
+from titan_ckpt.tui.data.arrays import Floats, Ints
 from titan_ckpt.tui.data.grid import (
     DONE,
     ENDED,
@@ -36,6 +36,7 @@ from titan_ckpt.tui.data.grid import (
 )
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.stopped import with_stopped
+from titan_ckpt.tui.data.timeline import last_issued_ns
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
 
 NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
@@ -101,14 +102,8 @@ class Incident:
 
     @cached_property
     def stop_s(self) -> float:
-        """When the job stopped going on, in seconds since the epoch: where nothing waits, the end of the rank that died; 0 if
-        unknown."""
-        dead = self.run.ranks.get(self.top.culprits[0]) if self.top.culprits else None
-        if self.began_ns or dead is None or self.top.verdict != VerdictKind.RANK_DIED:
-            return self.began_ns / 1e9
-        times = [dead.exit.time_s if dead.exit else None, dead.log.last_time_s if dead.log else None]
-        known = [time_s for time_s in times if time_s]
-        return max(known) - logs_ahead_s(self.run) if known else 0.0
+        """When the job stopped going on, in seconds since the epoch; 0 if unknown."""
+        return stopped_s(self.run, self.top, self.began_ns)
 
     @cached_property
     def failed(self) -> dict[int, int]:
@@ -155,13 +150,20 @@ class Incident:
         """Name of a lane, which no other one has."""
         return next(name for name, other in zip(self.names, self.lanes, strict=True) if other is lane)
 
+    def is_past(self, ranks: Iterable[int]) -> bool:
+        """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
+        records = [self.run.ranks.get(rank) for rank in ranks]
+        return self.is_slow or all(record is not None and record.exit is not None for record in records)
+
     def doing(self, rank: int) -> str:
         """What a rank does, or did before its process ended: `in a collective`, `was in a collective`."""
-        state, record = self.states.get(rank), self.run.ranks.get(rank)
+        state = self.states.get(rank)
         if state is None:
             return "unknown"
-        has_ended = record is not None and record.exit is not None and state.kind not in _NO_ACTIVITY
-        return f"was {SITUATIONS[state.kind].label}" if has_ended else SITUATIONS[state.kind].label
+        if rank in self.failed and state.kind.is_waiting:
+            return f"failed {SITUATIONS[state.kind].label}"
+        was = "was " if state.kind not in _NO_ACTIVITY and not self.is_slow and self.is_past((rank,)) else ""
+        return f"{was}{SITUATIONS[state.kind].label}"
 
     def number_of(self, lane: Lane, seq: int) -> str:
         """A column of a lane in words: `#7`, or `3rd` of the sends and receives of each rank."""
@@ -181,6 +183,12 @@ class Incident:
     def wait_of(self) -> dict[int, Wait]:
         """What each rank waits in."""
         return {rank: wait for wait in self.waits for rank in wait.ranks}
+
+    @cached_property
+    def last_issued_ns(self) -> dict[int, Ints]:
+        """When the last member issued each operation, by the group of a lane of collectives; {} unless the job was slow."""
+        collectives = self.lanes[: len(self.lanes) - self.num_p2p_lanes] if self.is_slow else ()
+        return {lane.group: last_issued_ns(self.run, lane, self.clock_offsets(lane)) for lane in collectives}
 
     def clock_offsets(self, lane: Lane) -> Floats:
         """How far the clock of each member of a lane is ahead, in ns; computed once, as a lane may have thousands."""

@@ -7,7 +7,7 @@ from signal import Signals
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
-from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, alarms
 from titan_ckpt.debug.report.facts import moment
@@ -94,13 +94,20 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     top, named = incident.top, incident.top.culprits or incident.top.suspects
     facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
     stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
-    facts += [stuck, str(top.subtype) if top.verdict not in NO_FAULT else ""]
+    facts += [stuck, _subtype_text(incident) if top.verdict not in NO_FAULT else ""]
     if len(named) == 1:
         facts += [line_text(incident, named[0]), process_text(incident, named[0])]
     if top.verdict not in NO_FAULT:
         sure, stop = f"confidence {top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)
         facts += [sure, stop] if stuck and not incident.is_slow else [stop, sure]
     return tuple(fact for fact in facts if fact)
+
+
+def _subtype_text(incident: Incident) -> str:
+    """The kind of the fault, of a killed process the signal."""
+    top = incident.top
+    dead = incident.run.ranks.get(top.culprits[0]) if top.culprits and top.subtype == Subtype.SIGNAL else None
+    return exit_text(dead.exit) if dead is not None and dead.exit is not None else str(top.subtype)
 
 
 def stop_text(incident: Incident) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.incident.contradictions import MEETINGS
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Run
 from titan_ckpt.debug.incident.waits import began_ns
 from titan_ckpt.tui.data.arrays import Floats, Ints
@@ -134,13 +135,42 @@ def time_codes(created: Ints, completed: Ints, codes: Codes, window: Window, cel
     return found
 
 
+def last_issued_ns(run: Run, lane: Lane, ahead: Floats) -> Ints:
+    """When the last member issued each operation of a lane; 0 where one has not, or its time is not known."""
+    last = np.full(lane.row.shape[1], np.iinfo(np.int64).min)
+    for rank, row, by in zip(lane.members, lane.row, ahead.astype(np.int64).tolist(), strict=True):
+        created = created_ns(run, rank, row)
+        last = np.where((last == 0) | (created == 0), 0, np.maximum(last, created - by))
+    return last
+
+
+def with_waits(codes: Codes, run: Run, lane: Lane, place: int, ahead: int, last_ns: Ints, window: Window) -> Codes:
+    """The codes of a member of a lane over time, PENDING where nothing else is known and it waited in an operation that no rank
+    leaves before all have issued it: until the last one did (`last_ns`), or itself the next. For recorders that do not know when
+    an operation ended. `ahead`: how far the member's clock is ahead, in ns."""
+    rank, row = lane.members[place], lane.row[place]
+    table, created = run.ranks[rank].operations, created_ns(run, rank, row)
+    if not len(table):
+        return codes
+    met = [code for code, name in enumerate(run.names.ops) if name in MEETINGS]
+    is_met = (row >= 0) & np.isin(table["op"][row], met) & (table["completed_ns"][row] == 0)
+    issued = np.append(np.sort(table["created_ns"]), np.iinfo(np.int64).max)
+    until = np.minimum(last_ns, issued[np.searchsorted(issued, created, side="right")] - ahead)
+    created = _moved(created, ahead)
+    is_held = is_met & (created > 0) & (until > created)
+    is_done = np.full(int(is_held.sum()), DONE, np.uint8)
+    is_waiting = time_codes(created[is_held], until[is_held], is_done, window, len(codes)) == DONE
+    return np.where((codes == BLANK) & is_waiting, PENDING, codes).astype(np.uint8)
+
+
 def build_time_grid(
-    run: Run, lane: Lane, sequence: Grid, window: Window | None, cells: int, ahead: Floats
+    run: Run, lane: Lane, sequence: Grid, window: Window | None, cells: int, ahead: Floats, last_ns: Ints | None = None
 ) -> Grid | None:
     """The heatmap `sequence` over wall time, in `cells` columns; without a window, all of it. None without recorded times.
 
     What is pending, or absent at a rank while others wait for it, reaches to the right edge. `ahead`: how far the clock of each
-    rank is ahead, in ns; without it the hosts' clocks would look like ranks that are late.
+    rank is ahead, in ns; without it the hosts' clocks would look like ranks that are late. `last_ns`: of a slow job, for
+    `with_waits`.
     """
     whole = whole_window(run, lane, ahead)
     if whole is None:
@@ -149,8 +179,11 @@ def build_time_grid(
     codes = np.zeros((len(lane.members), cells), np.uint8)
     began = 0
     for i, (rank, by) in enumerate(zip(lane.members, ahead.astype(np.int64).tolist(), strict=True)):
-        created, states = _moved(created_ns(run, rank, lane.row[i]), by), sequence.codes[i]
-        codes[i] = time_codes(created, _moved(_completed_ns(run, rank, lane.row[i]), by), states, shown, cells)
+        operations = lane.row[i, : sequence.codes.shape[1]]  # the grid may have a column less or more
+        created, states = _moved(created_ns(run, rank, operations), by), sequence.codes[i, : lane.row.shape[1]]
+        codes[i] = time_codes(created, _moved(_completed_ns(run, rank, operations), by), states, shown, cells)
+        if last_ns is not None:
+            codes[i] = with_waits(codes[i], run, lane, i, by, last_ns, shown)
         began = max(began, int(created[(states == PENDING) | (states == RUNNING)].max(initial=0)))
         if len(states) and int(states.max()) == ABSENT:
             last = shown.cell(int(created.max()), cells)

@@ -88,7 +88,7 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
     number = f" #{op.seq}" if op.seq >= 0 else ""
     text = f"{op.op}{number} of group {op.group}"
     if wait is not None and not incident.is_over:
-        return "waits in", text
+        return "waited in" if incident.is_past((record.rank,)) else "waits in", text
     return "last op", f"{text}, {ENDED_TEXT if wait is not None else incident.word_of(record.rank, at)}"
 
 
@@ -103,10 +103,11 @@ def _wait_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     awaited = sorted({edge.awaited for edge in incident.edges if edge.waiter == rank})
     waiting = sorted({edge.waiter for edge in incident.edges if edge.awaited == rank})
     if awaited:
-        name = "waited for" if incident.is_slow else "waits for"
+        name = "waited for" if incident.is_past((rank,)) else "waits for"
         yield from fact(name, ranks_named(awaited, 4), width, Role.PLAIN, RowLink(screen=6, rank=awaited[0]))
     if waiting:
-        name, role = ("held up", Role.PLAIN) if incident.is_slow else ("holds up", Role.WARN)
+        name = "held up" if incident.is_past(waiting) else "holds up"
+        role: Role = Role.PLAIN if incident.is_slow else Role.WARN
         yield from fact(name, ranks_named(waiting, 4), width, role, RowLink(screen=6, rank=waiting[0]))
 
 
@@ -142,7 +143,7 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
 
 def signature_text(op: Operation) -> str:
     """Operation, sizes and dtypes: these must be equal on all ranks."""
-    peer = f" {'to' if op.p2p == SEND else 'from'} rank {op.peer}" if op.p2p and op.peer >= 0 else ""
+    peer = f" {'to' if op.p2p == SEND else 'from'} rank {op.peer}:" if op.p2p and op.peer >= 0 else ""
     return f"{op.op}{peer} {op.sizes} {op.dtypes}"
 
 
@@ -153,6 +154,11 @@ def operation_rows(incident: Incident, lane: Lane, seq: int, rank: int, width: i
     at = int(lane.row[lane.members.index(rank), column]) if is_there else -1
     link = RowLink(screen=3, group=name, seq=seq, rank=rank)
     yield row((incident.number_of(lane, seq), Role.BOLD), f" of group {name}", link=link)
+    waiters = {e.waiter for e in incident.edges if (e.group, e.seq, e.is_after) == (lane.group, seq - 1, True)}
+    if at < 0 and waiters and column >= lane.row.shape[1]:
+        text = "not recorded: seen in the stacks of those that wait in it"
+        yield from fact("operation", text, width, Role.PLAIN)
+        return
     if at < 0:
         is_unknown = rank in lane.members and bool(lane.is_silent[lane.members.index(rank)])
         text, role = (

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from titan_ckpt.debug.incident.frames import hang_stack, program_frames, user_frame
+from titan_ckpt.debug.incident.frames import hang_stack, is_library, program_frames, user_frame
 from titan_ckpt.debug.incident.kinds import STALL, RankState
 from titan_ckpt.debug.incident.records import Frame, Operation, RankRecord, StackSnapshot
 from titan_ckpt.tui.data.incident import Incident
@@ -38,9 +39,16 @@ def stack_of(incident: Incident, rank: int) -> ShownStack | None:
 
 
 def stacks_of(incident: Incident, members: Iterable[int]) -> dict[int, tuple[Frame, ...]]:
-    """Each rank's stack, outermost call first; ranks without a stack are omitted."""
+    """Each rank's stack, outermost call first; ranks without a stack are omitted.
+
+    Without the libraries that called the program, such as `runpy`: a recorder may have cut the outermost calls off.
+    """
     found = ((rank, stack_of(incident, rank)) for rank in members)
-    return {rank: tuple(reversed(stack.frames)) for rank, stack in found if stack is not None}
+    return {rank: _from_program(stack.frames[::-1]) for rank, stack in found if stack is not None}
+
+
+def _from_program(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    return tuple(itertools.dropwhile(is_library, frames)) or frames
 
 
 def _of_crash(record: RankRecord) -> ShownStack | None:

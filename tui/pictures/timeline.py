@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, SILENT
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times
+from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times, with_waits
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
 
 _FEW_RANKS = 24
@@ -73,7 +73,7 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         )
         yield row(name, " ", *_bar(incident, ranks[0], codes, stop), link=link, is_problem=is_culprit)
     yield row()
-    yield row(*(span for code in sorted({DONE, *seen} - {BLANK}) for span in
+    yield row(*(span for code in sorted({DONE, *seen} - {BLANK}, reverse=True) for span in
                 ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
 
 
@@ -93,6 +93,10 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
     )
     if stop >= 0 and _waits_unseen(incident, rank):
         codes[int(np.flatnonzero(codes).max(initial=-1)) + 1 :] = PENDING
+    for lane in incident.lanes if incident.is_slow else ():
+        if rank in lane.members and not incident.is_p2p(lane):
+            last_ns = incident.last_issued_ns[lane.group]
+            codes = with_waits(codes, incident.run, lane, lane.members.index(rank), ahead.get(rank, 0), last_ns, window)
     found: list[int] = codes.tolist()
     return found
 

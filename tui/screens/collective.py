@@ -204,7 +204,7 @@ class CollectiveRows:
     def row(self, index: int, width: int) -> Row:
         place = index - 1
         if place < 0:
-            return head(f"{'rank':>6}  {'state':<{self._state_width}}{_lag('lag', width)}    operation, call site")
+            return head(f"{'rank':>6}  {'state':<{self._state_width}}{self._lag('lag', width)}    operation, call site")
         if place >= len(self._members):
             return self._tail[place - len(self._members)]
         rank, at = self._members[place], int(self._at[place])
@@ -230,7 +230,9 @@ class CollectiveRows:
         link = RowLink(screen=6, rank=rank)
         if op is None:
             return self._absent_row(rank, (mark, mark_role), width)
-        lag = _lag(f"{round((op.created_ns - first_ns) / 1e6):,} ms" if self._first_ns and op.created_ns else "", width)
+        lag = self._lag(
+            f"{round((op.created_ns - first_ns) / 1e6):,} ms" if self._first_ns and op.created_ns else "", width
+        )
         state_text = incident.word_of(rank, int(self._at[place]))
         is_failed = state_text == GLYPHS[FAILED].label
         role: Role = (
@@ -257,11 +259,19 @@ class CollectiveRows:
         state = self._incident.states.get(rank)
         frame = state.frame if state is not None else None
         glyph = GLYPHS[LATE if self._incident.is_slow else ABSENT]
-        start = f"{_lag('', width)}    {self._incident.doing(rank)}"
+        wait, does = self._incident.wait_of.get(rank), self._incident.doing(rank)
+        if wait is not None and state is not None and state.kind == RankState.IN_COLLECTIVE and not wait.operation.p2p:
+            number = f" #{wait.operation.seq}" if wait.operation.seq >= 0 else ""
+            does = does.replace("a collective", f"{wait.operation.op}{number}")
+        start = f"{self._lag('', width)}    {does}"
         line = _place(frame, width - 8 - self._state_width - len(start))
         label = f"{glyph.label:<{self._state_width}}"
         return row((f"{mark[0]}{rank:>5}  ", mark[1]), (label, glyph.role), start, (line, Role.DIM),
                    link=RowLink(screen=6, rank=rank), is_problem=True, at=_at(frame))  # fmt: skip
+
+    def _lag(self, text: str, width: int) -> str:
+        """The column of lags, for which a narrow terminal has room only where they are the fault."""
+        return f"{text:>9}" if width >= _WITH_LAG or self._incident.is_slow else ""
 
     def next_problem(self, index: int, direction: int) -> int | None:
         later = (
@@ -272,11 +282,6 @@ class CollectiveRows:
     def place_of_rank(self, rank: int) -> int | None:
         """Row index of a rank."""
         return self._members.index(rank) + 1 if rank in self._members else None
-
-
-def _lag(text: str, width: int) -> str:
-    """The column of lags, which a narrow terminal has no room for."""
-    return f"{text:>9}" if width >= _WITH_LAG else ""
 
 
 def _at(frame: Frame | None) -> tuple[str, int] | None:

@@ -41,7 +41,7 @@ from titan_ckpt.tui.widgets.pane import Pane, filter_ranks
 from titan_ckpt.tui.widgets.part import Part, Space
 
 MAX_CELLS_AT_ONCE = 1_000_000
-_AROUND = 5  # lines around the cells
+_AROUND, _AROUND_BARS = 5, 7  # lines around the cells, and around the bars
 _LEAST_HEIGHT, _LEAST_BARS = 17, 9  # lines of the list with its details, and of the bars below
 
 
@@ -111,10 +111,13 @@ class GridPane(Pane):
         )
 
     def _divide(self) -> None:
-        """Under few ranks on a tall terminal show the ranks over time; the list then has the height that it needs."""
-        lanes = self.session.incident.value.lanes if self.session.incident.value is not None else ()
+        """Under few ranks on a tall terminal show the ranks over time; the list with its details has the rest of the lines."""
+        incident = self.session.incident.value
+        lanes = incident.lanes if incident is not None else ()
         height = max(len(lanes[self.session.lane % len(lanes)].members) + _AROUND, _LEAST_HEIGHT) if lanes else 0
         is_roomy = bool(lanes) and not self._is_time and height + _LEAST_BARS <= self.size.height
+        bars = len(incident.states) + _AROUND_BARS if incident is not None else 0
+        height = max(height, self.size.height - max(bars, _LEAST_BARS))
         self.set_class(not is_roomy, "-tight")
         self.query_one(".split").styles.height = height if is_roomy and self.screen.has_class("-wide") else "1fr"
 
@@ -260,7 +263,8 @@ class GridPane(Pane):
                 cells = max(width - label_width(grid), 1)
                 if not is_time:
                     return grid
-                return build_time_grid(incident.run, lane, grid, window, cells, incident.clock_offsets(lane))
+                last_ns = None if incident.is_p2p(lane) else incident.last_issued_ns.get(lane.group)
+                return build_time_grid(incident.run, lane, grid, window, cells, incident.clock_offsets(lane), last_ns)
 
             def take(grid: Grid | None) -> None:
                 if self._key == key:
@@ -293,11 +297,12 @@ class GridPane(Pane):
             self.update_rows()
 
     def on_grid_view_shifted(self, message: GridView.Shifted) -> None:
-        """Handle left and right: select the next column, initially the newest."""
+        """Handle left and right: select the next column, initially the one in which the group stands, else the newest."""
         grid = self._grid
         if grid is not None:
-            last = grid.codes.shape[1] - 1
-            spot = last if self._spot is None else self._spot + message.by * self._per_cell
+            last, stand = grid.codes.shape[1] - 1, grid.stop if grid.is_time else grid.stand
+            begin = stand if 0 <= stand <= last else last
+            spot = begin if self._spot is None else self._spot + message.by * self._per_cell
             self._choose(max(0, min(spot, last)))
 
     def _choose(self, column: int) -> None:

@@ -20,6 +20,7 @@ from titan_ckpt.tui.data.grid import (
     LATE,
     PENDING,
     RUNNING,
+    SILENT,
     Grid,
     Order,
     build_grid,
@@ -49,7 +50,7 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
             is_failed = lane.row[place] == incident.failed[lane.members[place]]
             grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
         if incident.is_slow:
-            grid.codes[grid.codes == ABSENT] = LATE
+            grid.codes[grid.codes == ABSENT] = ENDED if incident.is_over else LATE
     else:
         missing, different = incident.left_out(lane), different_halves(incident.run, lane, incident.top)
         grid = build_p2p_grid(incident.run, lane, missing, different)
@@ -57,7 +58,25 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
         grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = ENDED
     is_named = not incident.is_p2p(lane) and 0 <= stand < lane.row.shape[1]
     op = usual_operation(incident.run, lane, stand) if is_named else ""
-    return replace(grid, name=incident.name_of(lane), stand=stand, stand_op=op)
+    grid = replace(grid, name=incident.name_of(lane), stand=stand, stand_op=op)
+    return grid if incident.is_p2p(lane) else with_unseen(incident, lane, grid)
+
+
+def with_unseen(incident: Incident, lane: Lane, grid: Grid) -> Grid:
+    """The heatmap with a column for the operation that ranks wait in and no recorder holds, after the last one that is done."""
+    after = [edge for edge in incident.edges if edge.group == lane.group and edge.is_after and not edge.is_p2p]
+    if not after or after[0].seq != grid.first + grid.codes.shape[1] - 1:
+        return grid
+    place = {rank: i for i, rank in enumerate(lane.members)}
+    column = np.zeros((len(lane.members), 1), np.uint8)
+    column[lane.is_silent] = SILENT
+    column[[place[edge.awaited] for edge in after if not lane.is_silent[place[edge.awaited]]]] = ABSENT
+    column[[place[edge.waiter] for edge in after]] = PENDING
+    call = next(filter(None, (incident.states[edge.waiter].call for edge in after)), "")
+    return replace(
+        grid, codes=np.hstack([grid.codes, column]), stand=grid.codes.shape[1], stand_op=call,
+        operations=(*grid.operations, call) if grid.operations else (),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,11 +251,14 @@ def pointer_text(grid: Grid, column: int, what: str, view: Viewport, line_width:
 
 
 def legend_text(grid: Grid, width: int) -> str:
-    """Glyphs and their labels; only those that occur if there is no room for all."""
-    here = [code for code in grid.occurring if code != BLANK]
+    """Glyphs and their labels, the worst first; only those that occur if there is no room for all."""
+    here = [code for code in reversed(grid.occurring) if code != BLANK]
     if grid.is_time:
         text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
         return f"{text}  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else text
-    usual = [code for code in range(len(GLYPHS)) if code in here or code not in (BLANK, ENDED)]
-    text = "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in usual)
-    return text if len(text) <= width else "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here)
+    usual = [code for code in reversed(range(len(GLYPHS))) if code in here or code not in (BLANK, ENDED)]
+    blank = f"  blank: {GLYPHS[BLANK].label}" if BLANK in grid.occurring and not grid.is_p2p else ""
+    text, short = (
+        "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in codes) + blank for codes in (usual, here)
+    )
+    return text if len(text) <= width else short

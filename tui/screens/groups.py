@@ -24,6 +24,7 @@ from titan_ckpt.tui.rows import (
     counted,
     fitted,
     head,
+    ranks_named,
     ranks_text,
     row,
     truncate,
@@ -88,60 +89,66 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     """A line per group: progress of its members, ranks that are behind, and ranks that issued something else."""
     lanes, is_narrow = incident.lanes, width < _NARROW
     names = [str(incident.run.groups[lane.group]) + P2P_NAME * incident.is_p2p(lane) for lane in lanes]
-    longest = min(max([5, *map(len, names)]), 10 if is_narrow else 24)
+    is_named = is_narrow and len(set(names)) == len(names)  # no room for the ranks of groups that have their own names
+    longest = min(max([5, *map(len, names)]), (15 if is_named else 10) if is_narrow else 24)
     most = max([5, *(len(ranks_text(lane.members, 4)) for lane in lanes)])
-    for_ranks, all_done = (6, "") if is_narrow else (min(most, max(width // 4, 10)), f"{'all done':>8} ")
-    yield head(f"{'group':<{longest}} {'ranks':<{for_ranks}} {all_done}{'newest':>7}  outliers")
+    for_ranks = 0 if is_named else 6 if is_narrow else min(most, max(width // 4, 10))
+    columns, numbers = (longest, for_ranks), "" if is_narrow else f"{'all done':>8} {'newest':>7}  "
+    yield head(f"{''.join(text for text, _ in _beginning('group', 'ranks', columns))}{numbers}outliers")
     for lane, name in zip(lanes, names, strict=True):
         group = incident.name_of(lane)
         if incident.is_p2p(lane):
-            yield _p2p_row(incident, lane, name, (longest, for_ranks), is_narrow=is_narrow)
+            yield _p2p_row(incident, lane, name, columns)
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = [] if incident.is_over else outliers(lane, newest, incident.top.culprits, is_narrow=is_narrow)
+        odd = [] if incident.is_over else outliers(lane, newest, incident.top.culprits)
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
-        ranks = fitted(ranks_text(lane.members, 4), for_ranks)
-        done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} "
-        yield row((fitted(name, longest), Role.BOLD), " ", ranks, f" {done}{f'#{newest}':>7}  ",
+        done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>7}  "
+        yield row(*_beginning(name, ranks_text(lane.members, 4), columns), done,
                   *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
     if collective_lanes(incident):
         seen = [incident.name_of(lane) for lane in collective_lanes(incident)
                 if not incident.run.groups[lane.group].members]  # fmt: skip
         if seen:
             yield row()
-            text = f"members are not recorded; shown are the ranks seen in: {', '.join(seen)}"
+            text = f"members not recorded, so these are the ranks seen to use the group: {', '.join(seen)}"
             yield from (row((line, Role.DIM)) for line in wrapped(text, width))
     elif not incident.lanes:
         yield row("no operations recorded")
 
 
-def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int], *, is_narrow: bool) -> Row:
+def _beginning(name: str, ranks: str, columns: tuple[int, int]) -> list[tuple[str, Role]]:
+    """The name of a group, and its ranks where they have a column."""
+    found: list[tuple[str, Role]] = [(fitted(name, columns[0]), Role.BOLD), (" ", Role.PLAIN)]
+    return [*found, (fitted(ranks, columns[1]), Role.PLAIN), (" ", Role.PLAIN)] if columns[1] else found
+
+
+def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]) -> Row:
     """Sends and receives of a group; they have no common number, so that only ranks that wait or left one out are named."""
     awaited = (lane.members[place] for place in missing_halves(lane, incident.edges))
     missing = [rank for rank in awaited if rank in incident.top.culprits]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
-    named = ranks_text if is_narrow else _named
     did = "wait for each other" if incident.top.verdict == VerdictKind.P2P_CYCLE else "left one out"
-    odd: list[TextSpan] = [(f"{named(missing, 4)} {did}", Role.BAD)] * bool(missing)
+    odd: list[TextSpan] = [(f"{ranks_named(missing, 4)} {did}", Role.BAD)] * bool(missing)
     waiting = [rank for rank in waiting if rank not in missing]
     odd += [("; ", Role.DIM)] * bool(missing and waiting)
-    of_waiting = ranks_text if missing else named
+    of_waiting = ranks_text if missing else ranks_named
     role: Role = Role.PLAIN if missing else Role.WARN
     odd += [(f"{of_waiting(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
-    return row((fitted(name, columns[0]), Role.BOLD), " ", fitted(ranks_text(lane.members, 4), columns[1]), "  ",
+    return row(*_beginning(name, ranks_text(lane.members, 4), columns),
                *(odd or [("none", Role.DIM)]),
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
 
-def outliers(lane: Lane, newest: int, culprits: Sequence[int], *, is_narrow: bool) -> list[TextSpan]:
+def outliers(lane: Lane, newest: int, culprits: Sequence[int]) -> list[TextSpan]:
     """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known. Only those at
     fault have the colour of a fault; all of them where nobody is known to be."""
 
     def role_of(ranks: Sequence[int]) -> Role:
         return Role.BAD if not culprits or set(ranks) & set(culprits) else Role.PLAIN
 
-    named = partial(ranks_text, limit=4) if is_narrow else _named
+    named = partial(ranks_named, limit=4)
     last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
     silent = [rank for rank, is_silent in zip(lane.members, lane.is_silent, strict=True) if is_silent]
     behind = [rank for rank in sorted(set(last) - set(silent)) if last[rank] < newest]
@@ -158,10 +165,6 @@ def outliers(lane: Lane, newest: int, culprits: Sequence[int], *, is_narrow: boo
     if silent:
         parts.append((f"{named(silent)} unknown", GLYPHS[SILENT].role))
     return [span for part in parts for span in (("; ", Role.DIM), part)][1:]
-
-
-def _named(ranks: Sequence[int], limit: int = 4) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks, limit)}"
 
 
 def first_mixed(signature: Ints) -> int | None:

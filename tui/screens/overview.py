@@ -204,11 +204,7 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
         yield row((line, Role.BOLD), link=link, at=at)
     if top.verdict != VerdictKind.HEALTHY:
         last_s = incident.last_sign_ns / 1e9
-        moments = (
-            ended(last_s, now_s)
-            if incident.is_over
-            else stopped(0 if incident.is_slow else incident.stop_s, last_s, now_s)
-        )
+        moments = ended(last_s, now_s) if incident.is_over else stopped(incident.stop_s, last_s, now_s)
         yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
 
 
@@ -225,7 +221,9 @@ def _checkpoint_rows(session: Session) -> Iterator[Row]:
         [step.step for step in found.steps if any(copy.state in UNUSABLE for copy in step.copies)] if found else []
     )
     if damaged:
-        yield row(("CHECKPOINTS", Role.BAD), f"   {counted(len(damaged), 'step')} not usable: {ranks_text(damaged, 4)}",
+        which = f"step {damaged[0]} is" if len(damaged) == 1 else f"{len(damaged)} steps are"
+        steps = f": {ranks_text(damaged, 4)}" if len(damaged) > 1 else ""
+        yield row(("CHECKPOINTS", Role.BAD), f"   {which} not usable{steps}",
                   link=RowLink(screen=7, step=damaged[0]), is_problem=True)  # fmt: skip
 
 
@@ -279,7 +277,9 @@ def _why_rows(incident: Incident, width: int) -> Iterator[Row]:
     for item in top.evidence:
         yield from _evidence_rows(item, incident, width)
     if incident.edges and top.verdict not in (VerdictKind.HEALTHY, VerdictKind.RUNNING):
-        yield head("who waited for whom" if incident.is_slow else "who waits for whom")
+        yield head(
+            "who waited for whom" if incident.is_past(edge.waiter for edge in incident.edges) else "who waits for whom"
+        )
         yield from _chain_rows(incident, width)
     steps = (*top.next_steps, *(() if top.is_healthy else commands(incident.run, top)))
     if steps:
@@ -295,7 +295,7 @@ def _chain_rows(incident: Incident, width: int) -> Iterator[Row]:
     for edge in incident.edges:
         waiters.setdefault(edge.awaited, {})[edge.waiter] = None
     for awaited, ranks in list(waiters.items())[:_MOST_AWAITED]:
-        wait = "waited" if incident.is_slow else "waits" if len(ranks) == 1 else "wait"
+        wait = "waited" if incident.is_past(ranks) else "waits" if len(ranks) == 1 else "wait"
         text = f"  {ranks_named(list(ranks), 8)} {wait} for rank {awaited}"
         yield from (row(line, link=RowLink(screen=6, rank=awaited)) for line in wrapped(text, width, "    "))
     if len(waiters) > _MOST_AWAITED:

@@ -30,14 +30,15 @@ def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Itera
 
 
 def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
-    nodes: dict[Frame, dict[int, tuple[Frame, ...]]] = defaultdict(dict)
+    nodes: dict[tuple[str, str, int], dict[int, tuple[Frame, ...]]] = defaultdict(dict)
     for rank, frames in stacks.items():
         if depth < len(frames):
-            nodes[frames[depth]][rank] = frames
+            nodes[_node_of(frames[depth])][rank] = frames
     ended = [rank for rank, frames in stacks.items() if depth == len(frames)]
     is_fork = len(nodes) + bool(ended) > 1
     below_indent = min(indent + 2, _MOST_INDENT) if is_fork else indent
-    for frame, below in sorted(nodes.items(), key=lambda node: min(node[1])):
+    for below in sorted(nodes.values(), key=min):
+        frame = below[min(below)][depth]
         space = f"  {' ' * indent}{'├ ' if is_fork and indent < _MOST_INDENT else ''}"
         place = frame_text(frame)
         role: Role = Role.DIM if is_library(frame) else Role.BOLD if is_fork else Role.PLAIN
@@ -51,6 +52,11 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
                 link=RowLink(screen=6, rank=min(below)),
             )
         yield from _node_rows(below, depth + 1, below_indent, width)
+
+
+def _node_of(frame: Frame) -> tuple[str, str, int]:
+    """What makes calls one node: where in a library function a rank is says less than what it calls there."""
+    return frame.file, frame.function, -1 if is_library(frame) else frame.line
 
 
 def source_line(frame: Frame) -> str:

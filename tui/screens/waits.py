@@ -125,7 +125,7 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
                 if wait is None
                 else f"{wait.text} {ENDED_TEXT}"
                 if incident.is_over
-                else f"wait in {wait.text}"
+                else f"{'waited' if incident.is_past(group) else 'wait'} in {wait.text}"
             )
             start = f"{glyph.char} {len(group):,} ranks: "
             text = _fitting([(f"{ranks_text(group, 3)} · {what}", 0)], state.frame, width - len(start) - 2)
@@ -216,7 +216,7 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     sure = [(" (inferred)", 3)] if edge.is_inferred else []
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
-        return [("waits in init", 0), *sure]
+        return [(f"{'waited' if incident.is_past((edge.waiter,)) else 'waits'} in init", 0), *sure]
     group = [_group_part(incident, incident.group_name(edge.group))] if edge.group >= 0 else []
     if edge.waiter in incident.failed:
         op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
@@ -224,12 +224,15 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
     if incident.is_over:
         return [(f"{_operation(incident, edge)}{number}", 0), *_ENDED, *group, *sure]
-    verb = "waited" if incident.is_slow else "waits"
+    verb = "waited" if incident.is_past((edge.waiter,)) else "waits"
     return [(f"{verb} in ", 1), (f"{_operation(incident, edge)}{number}", 0), *group, *sure]
 
 
 def _operation(incident: Incident, edge: Edge) -> str:
-    """The name of the operation that a rank waits in, if it is recorded."""
+    """The name of the operation that a rank waits in, if it is recorded, or in the stack of one that waits in the same."""
+    if edge.is_after:
+        alike = (e.waiter for e in incident.edges if (e.group, e.seq, e.is_after) == (edge.group, edge.seq, True))
+        return next(filter(None, (incident.states[rank].call for rank in alike)), "a collective")
     wait = incident.wait_of.get(edge.waiter)
     op = wait.operation if wait is not None else None
     if op is None or edge.group < 0 or op.group != incident.run.groups[edge.group] or op.seq != edge.seq:
@@ -244,13 +247,13 @@ def _rank_row(
     state = incident.states[rank]
     if edge is None and pending is None and state.kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P):
         pending = incident.wait_of.get(rank)
-    glyph = SITUATIONS[state.kind]
-    what = [(incident.doing(rank), 0)] if pending is None else _pending_parts(incident, pending)
+    glyph, is_culprit = SITUATIONS[state.kind], rank in incident.top.culprits
+    slow = next((e.text for e in incident.top.evidence if incident.is_slow and is_culprit and e.rank == rank), "")
+    what = [(slow or incident.doing(rank), 0)] if pending is None else _pending_parts(incident, pending)
     parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
     wait = pending if pending is not None else incident.wait_of.get(rank)
     frame = state.frame if pending is None else None
     frame = frame if frame is not None or wait is None else _frame_of(wait)
-    is_culprit = rank in incident.top.culprits
     mark = "" if not is_culprit else f"{CULPRIT} " if width < _NARROW else f"{CULPRIT} culprit: "
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
@@ -268,7 +271,7 @@ def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     rest = [_group_part(incident, str(op.group)), (f" ({what})" if what else "", 3)]
     if incident.is_over:
         return [(f"{op.op}{number}", 0), *_ENDED, *rest]
-    return [("waits in ", 1), (f"{op.op}{number}", 0), *rest]
+    return [(f"{'waited' if incident.is_past(wait.ranks) else 'waits'} in ", 1), (f"{op.op}{number}", 0), *rest]
 
 
 def _group_part(incident: Incident, name: str) -> tuple[str, int]:
