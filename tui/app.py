@@ -266,6 +266,7 @@ class TitanApp(App[None]):
 
     def on_task_output(self, message: tasks.TaskOutput) -> None:
         message.show(message.value)
+        self._paint_bars()  # it may have found damage
 
     def action_next_problem(self, direction: int) -> None:
         self.pane.next_problem(direction)

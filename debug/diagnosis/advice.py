@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 
@@ -78,10 +78,26 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
 }
 
 
+_NEXT_TIME = "take a stack before the job is ended the next time: `py-spy dump{} --pid PID`, or a recorder's"
 _SIGKILL = (
     "look at `dmesg` and the scheduler's log of that host: the kernel's OOM killer, a limit of the job, or somebody's kill -9",
     "SIGKILL leaves neither a core nor a stack: only a recorder's black box shows the last operations",
 )
+
+
+# What cannot be done with a process that has ended -> what to do instead.
+_OF_ENDED: Mapping[str, str] = {
+    _ADVICE[VerdictKind.RANK_FROZEN, Subtype.NONE][0]:
+        "look at `dmesg` on its host: tasks blocked on a disk or a mount, the host lost; a SIGSTOP leaves no trace there",
+    _ADVICE[VerdictKind.STUCK_ON_CPU, Subtype.GIL_HELD][1]: _NEXT_TIME.format(" --native"),
+    _ADVICE[VerdictKind.STUCK_ON_CPU, Subtype.NONE][0]: _NEXT_TIME.format(""),
+    _ADVICE[VerdictKind.INSUFFICIENT_DATA, Subtype.NONE][0]: _NEXT_TIME.format(""),
+}  # fmt: skip
+
+
+def of_ended(steps: Sequence[str]) -> tuple[str, ...]:
+    """What to do once the process that it is about has ended."""
+    return tuple(_OF_ENDED.get(step, step) for step in steps)
 
 
 def advice(verdict: VerdictKind, subtype: Subtype, signal: str = "") -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from signal import SIGABRT
 
+from titan_ckpt.debug.diagnosis.advice import of_ended
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
@@ -54,6 +55,7 @@ from titan_ckpt.debug.incident.frames import abort_stack, hang_stack, is_library
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import STALL, RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run, Situation, Verdict
+from titan_ckpt.debug.incident.waits import process_ended
 
 MAX_VERDICTS = 8
 RECORDER_THREADS = "titan-recorder"  # how the names of its threads begin
@@ -85,7 +87,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [ended_in_wait(pace, ranked[0]) if pace.is_long_for_told else running(pace, ranked[0])]
     ranked[0] = with_told_chain(run, edges, ranked[0])
-    return [_with_step(run, verdict) for verdict in ranked[:MAX_VERDICTS]]
+    return [_with_step(run, _as_ended(run, verdict)) for verdict in ranked[:MAX_VERDICTS]]
 
 
 def _without_fault(
@@ -380,6 +382,13 @@ def _with_suspects(verdict: Verdict) -> Verdict:
     if verdict.confidence >= ACCUSING or not verdict.culprits or verdict.verdict == VerdictKind.STRAGGLER:
         return verdict
     return replace(verdict, culprits=(), suspects=verdict.culprits)
+
+
+def _as_ended(run: Run, verdict: Verdict) -> Verdict:
+    """Without advice that only a living process can follow, where those that it is about have ended."""
+    named = [rank for rank in verdict.culprits or verdict.suspects if rank in run.ranks]
+    has_ended = bool(named) and all(process_ended(run, rank, verdict) for rank in named)
+    return replace(verdict, next_steps=of_ended(verdict.next_steps)) if has_ended else verdict
 
 
 def _with_step(run: Run, verdict: Verdict) -> Verdict:

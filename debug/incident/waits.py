@@ -93,6 +93,19 @@ def stopped_s(run: Run, top: Verdict, began_ns: int) -> float:
     return max(known) - logs_ahead_s(run) if known else 0.0
 
 
+def process_ended(run: Run, rank: int, top: Verdict) -> bool:
+    """Whether the process of a rank has ended, by the records or by the verdict: nothing can be asked of it any more."""
+    record = run.ranks[rank]
+    return (
+        record.exit is not None
+        or record.process_state == "gone"
+        or (record.heartbeat is not None and record.heartbeat.is_stopped)
+        or (run.launcher is not None and run.launcher.code is not None)
+        or any("sigterm" in dump.reason for dump in record.dumps)
+        or (top.verdict == VerdictKind.RANK_DIED and rank in top.culprits)
+    )
+
+
 def looked_at_ns(record: RankRecord) -> int:
     """The newest moment that a rank's evidence is known to show: its recorder's last tick, else the time of its dump."""
     if record.heartbeat is not None and record.heartbeat.alive_ns:

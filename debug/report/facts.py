@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, StackSnapshot, Thread, Verdict
-from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, stopped_s, waits
+from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, places, process_ended, stopped_s, waits
 from titan_ckpt.version import DOCUMENTATION
 
 MAX_WAITS = 4
@@ -102,11 +102,7 @@ def commands(run: Run, top: Verdict) -> list[str]:
 
 def _command(run: Run, record: RankRecord, top: Verdict) -> str:
     """`ssh node17 py-spy dump --pid 9192`; "" if the process has ended and its host has nothing to tell."""
-    has_ended = record.exit is not None or record.process_state == "gone"
-    has_ended |= record.heartbeat is not None and record.heartbeat.is_stopped
-    has_ended |= run.launcher is not None and run.launcher.code is not None
-    has_ended |= any("sigterm" in dump.reason for dump in record.dumps)
-    has_ended |= top.verdict == VerdictKind.RANK_DIED and record.rank in top.culprits
+    has_ended = process_ended(run, record.rank, top)
     if has_ended and not _may_be_the_hosts(top):
         return ""
     is_known = bool(record.host) and not record.host.startswith("-")  # ssh would take that for an option

@@ -97,7 +97,8 @@ def _stack_rows(incident: Incident, ranks: tuple[int, int], width: int) -> Itera
     common = next(
         (i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(first), len(second))
     )
-    yield head(f"stacks: the outer {common} calls are the same")
+    calls = "the outermost call is" if common == 1 else f"the {common} outermost calls are"
+    yield head(f"stacks: {calls} the same" if common else "stacks: they differ from the outermost call on")
     for rank in ranks:
         yield row((f"  rank {rank}", Role.BOLD), "" if len(stacks[rank]) > common else " ends there")
         for frame in stacks[rank][common:]:

@@ -98,7 +98,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     for lane, name in zip(lanes, names, strict=True):
         group = incident.name_of(lane)
         if incident.is_p2p(lane):
-            yield _p2p_row(incident, lane, name, columns)
+            yield _p2p_row(incident, lane, name, columns, " " * len(numbers))
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
@@ -124,8 +124,9 @@ def _beginning(name: str, ranks: str, columns: tuple[int, int]) -> list[tuple[st
     return [*found, (fitted(ranks, columns[1]), Role.PLAIN), (" ", Role.PLAIN)] if columns[1] else found
 
 
-def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]) -> Row:
-    """Sends and receives of a group; they have no common number, so that only ranks that wait or left one out are named."""
+def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int], gap: str) -> Row:
+    """Sends and receives of a group; they have no common number (`gap` is in its place), so that only ranks that wait or left one
+    out are named."""
     awaited = (lane.members[place] for place in missing_halves(lane, incident.edges))
     missing = [rank for rank in awaited if rank in incident.top.culprits]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
@@ -136,7 +137,7 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
     of_waiting = ranks_text if missing else ranks_named
     role: Role = Role.PLAIN if missing else Role.WARN
     odd += [(f"{of_waiting(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
-    return row(*_beginning(name, ranks_text(lane.members, 4), columns),
+    return row(*_beginning(name, ranks_text(lane.members, 4), columns), gap,
                *(odd or [("none", Role.DIM)]),
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
 
