@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import earlier_attempt
 from titan_ckpt.debug.read.log_names.pods import are_pods
+from titan_ckpt.debug.read.text import clocks
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import ObjectInfo, Store
 
 SNIFFED_BYTES = 64 << 10
-MOST_SNIFFED = 64  # files
+MOST_SNIFFED = 64  # files, or incidents
+MOST_LOGS, MOST_LINES = 4, 200  # that are searched for a time, of an incident, and of a log
+YEAR_KNOWN_S = 31_622_400.0  # a time without a year is read as one of 1970
 _RANKED = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?\d{1,6}|(?:trace|dump|fr)\w{0,20}_\d{1,6}$", re.IGNORECASE)
 _RANK_FOLDER = re.compile(r"(?:global[_-]?)?(?:rank|proc|process)[_-]?\d{1,6}", re.IGNORECASE)  # of one rank's files
 _CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst|\.xz|\.bz2)?$", re.IGNORECASE)
@@ -26,26 +29,44 @@ _TORCHRUN = re.compile(rf"(?:^|/)attempt_\d{{1,6}}/\d{{1,6}}/|^\d{{1,6}}/{TORCHR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundIncident:
-    """One incident's folder in a folder of several, and when it was last written."""
+    """One incident's folder in a folder of several, and when it was last written, in seconds since the epoch."""
 
     folder: str
     modified_s: float
 
 
 def find_several(store: Store) -> list[FoundIncident]:
-    """The incidents under a folder that holds several, oldest first; [] if it holds one."""
+    """The incidents under a folder that holds several, oldest first; [] if it holds one.
+
+    By the newest time in their logs where each has one, as copies of files have other times; else by those of the files.
+    """
     files = [file for file in store.list("") if earlier_attempt(file.path) is None]
     folders = _incidents(store, "", files)
     if len(folders) < 2:
         return []
-    times: defaultdict[str, float] = defaultdict(float)
+    inside: dict[str, list[ObjectInfo]] = {folder: [] for folder in folders}
     for file in files:
         for folder in folders:
             if file.path.startswith(f"{folder}/"):
-                times[folder] = max(times[folder], file.modified_s)
+                inside[folder].append(file)
+    times = {folder: max((file.modified_s for file in part), default=0.0) for folder, part in inside.items()}
+    if len(folders) <= MOST_SNIFFED:
+        said = {folder: _said_s(store, part) for folder, part in inside.items()}
+        times = said if all(said.values()) else times
     return sorted(
         (FoundIncident(folder=f, modified_s=times[f]) for f in folders), key=lambda i: (i.modified_s, i.folder)
     )
+
+
+def _said_s(store: Store, files: Sequence[ObjectInfo]) -> float:
+    """The newest time near the end of some logs, in seconds since the epoch; 0 if they have none, or none with a year."""
+    logs = [file for file in files if _CONSOLE.search(file.path)]
+    found = [0.0]
+    for file in sorted(logs, key=lambda file: (-file.modified_s, file.path))[:MOST_LOGS]:
+        lines = reversed(_tail(store, file).decode(errors="replace").splitlines()[-MOST_LINES:])
+        stamps = (clocks.ANYWHERE.search(line[:400]) for line in lines)
+        found.append(next((clocks.seconds(stamp, 1970) or 0.0 for stamp in stamps if stamp is not None), 0.0))
+    return max(found) if max(found) > YEAR_KNOWN_S else 0.0
 
 
 def _incidents(store: Store, folder: str, files: Sequence[ObjectInfo]) -> list[str]:
@@ -101,8 +122,12 @@ def _consoles_repeat(store: Store, consoles: Sequence[tuple[str, ObjectInfo]]) -
 
 
 def _ranks_said(store: Store, file: ObjectInfo) -> set[int]:
+    return {int(match.group(1) or match.group(2)) for match in _SAID_RANK.finditer(_tail(store, file))}
+
+
+def _tail(store: Store, file: ObjectInfo) -> bytes:
+    """The end of a log; nothing of a packed one."""
     if file.path.endswith(PACKED) or not file.size_bytes:
-        return set()
-    tail = max(0, file.size_bytes - SNIFFED_BYTES)
-    data = store.read(file.path, tail, file.size_bytes - tail)
-    return {int(match.group(1) or match.group(2)) for match in _SAID_RANK.finditer(data)}
+        return b""
+    start = max(0, file.size_bytes - SNIFFED_BYTES)
+    return store.read(file.path, start, file.size_bytes - start)

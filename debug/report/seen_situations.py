@@ -9,6 +9,7 @@ from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Run, Situation
 from titan_ckpt.debug.incident.waits import Wait, waited_at_the_end, waits
 
+WAIT = "wait"  # the method of a send, a recv or a collective: the stack does not tell which
 _BY_STACK = (RankState.ON_CPU, RankState.IN_TORCH)
 
 
@@ -18,7 +19,7 @@ def seen_situations(
     """`states`, in which a rank that waits for others waits.
 
     Without a stack the recorder shows it: an operation has not ended, of a rank of the verdict any, of others the last one.
-    With a stack the verdict does: on a GPU the main thread of a rank that waits is often elsewhere, in `.item()` or `backward()`.
+    It also shows what a stack in `wait` waits for. Otherwise a stack is overruled by the verdict: on a GPU the main thread of a rank that waits is often elsewhere, in `.item()` or `backward()`.
     `waiters`: the ranks of which the verdict says that they wait; those with the same operation pending wait too. A rank of
     `blamed` keeps what its stack shows.
     """
@@ -45,5 +46,7 @@ def _who_wait(
         if kind == RankState.UNKNOWN:
             if rank in named or rank in blamed or waited_at_the_end(run.ranks[rank]):
                 yield rank
-        elif kind in _BY_STACK and is_told and rank not in blamed:
+        elif (kind in _BY_STACK and is_told and rank not in blamed) or (
+            kind == RankState.IN_COLLECTIVE and wait.operation.p2p and states[rank].call == WAIT
+        ):
             yield rank

@@ -154,11 +154,11 @@ def process_text(incident: Incident, rank: int) -> str:
 
 
 def line_text(incident: Incident, rank: int) -> str:
-    """The line where a rank was, or where it died."""
+    """The line of the fault: of the verdict, of what it says of the rank, else where the rank was."""
     state, top = incident.states.get(rank), incident.top
-    file, line = (top.file, top.line) if top.file else (
-        (state.frame.file, state.frame.line) if state is not None and state.frame is not None else ("", 0)
-    )  # fmt: skip
+    said = [(item.file, item.line) for item in top.evidence if item.rank == rank and item.file]
+    seen = [(state.frame.file, state.frame.line)] if state is not None and state.frame is not None else []
+    file, line = next(iter([*([(top.file, top.line)] if top.file else []), *said, *seen]), ("", 0))
     return f"{file.rpartition('/')[2]}:{line}" if file else ""
 
 

@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.tui.data.arrays import Ints
 from titan_ckpt.tui.data.grid import DONE, ENDED, ENDED_TEXT, GLYPHS, PENDING, SILENT, usual_signature
 from titan_ckpt.tui.data.incident import P2P_NAME, SITUATIONS, Incident
-from titan_ckpt.tui.data.p2p import missing_halves
+from titan_ckpt.tui.data.p2p import different_halves, missing_halves, ordinal
 from titan_ckpt.tui.rows import (
     CULPRIT,
     Role,
@@ -132,6 +132,9 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
     did = "wait for each other" if incident.top.verdict == VerdictKind.P2P_CYCLE else "left one out"
     odd: list[TextSpan] = [(f"{ranks_named(missing, 4)} {did}", Role.BAD)] * bool(missing)
+    for place, column in different_halves(incident.run, lane, incident.top).items():
+        missing.append(lane.members[place])
+        odd.append((f"{ranks_named(missing[-1:])} differs at {ordinal(lane.first_seq + column)}", Role.BAD))
     waiting = [rank for rank in waiting if rank not in missing]
     odd += [("; ", Role.DIM)] * bool(missing and waiting)
     of_waiting = ranks_text if missing else ranks_named

@@ -235,6 +235,8 @@ def _operation(incident: Incident, edge: Edge) -> str:
         return next(filter(None, (incident.states[rank].call for rank in alike)), "a collective")
     wait = incident.wait_of.get(edge.waiter)
     op = wait.operation if wait is not None else None
+    if op is not None and edge.is_inferred and edge.seq < 0:
+        return f"{op.op} #{op.seq}" if op.seq >= 0 else op.op
     if op is None or edge.group < 0 or op.group != incident.run.groups[edge.group] or op.seq != edge.seq:
         return "send/recv" if edge.is_p2p else "a collective"
     return op.op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -89,3 +90,19 @@ def test_local_ranks_of_two_hosts_become_global(tmp_path: Path) -> None:
     assert {rank: record.log.tail for rank, record in open_run(str(tmp_path)).ranks.items() if record.log} == {
         0: ("no prefix",), 1: ("hello",), 2: ("no prefix",), 3: ("hello",),
     }  # fmt: skip
+
+
+def test_the_newest_is_the_one_whose_logs_end_last(tmp_path: Path) -> None:
+    """Copies have the times of the copying: the logs tell."""
+    for number, case in enumerate(("straggler", "exception", "type", "skip")):
+        copied = shutil.copytree(INCIDENTS / case, tmp_path / case)
+        for file in copied.rglob("*"):
+            os.utime(file, (1e9 + number, 1e9 + number))
+    assert open_run(str(tmp_path)).incidents == ("skip", "type", "straggler", "exception")
+
+
+def test_without_times_in_the_logs_the_newest_file_tells(tmp_path: Path) -> None:
+    for number, job in enumerate("ba"):
+        write(tmp_path / job / "rank_0.log", "[rank0]: Traceback (most recent call last):\n")
+        os.utime(tmp_path / job / "rank_0.log", (1e9 + number, 1e9 + number))
+    assert open_run(str(tmp_path)).incidents == ("b", "a")
