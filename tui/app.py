@@ -24,7 +24,7 @@ from titan_ckpt.tui.editor import open_in_editor
 from titan_ckpt.tui.export import EXPORT_HINT, export_report, report_name
 from titan_ckpt.tui.goto import HINT, is_time, link_to
 from titan_ckpt.tui.history import History, Place
-from titan_ckpt.tui.rows import RowLink, clean, shown
+from titan_ckpt.tui.rows import RowLink, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.screens.checkpoints import CheckpointsPane
 from titan_ckpt.tui.screens.help import HelpScreen
@@ -277,7 +277,7 @@ class TitanApp(App[None]):
     def action_copy(self) -> None:
         text = clean(shown(self.pane.text_to_copy()))
         self.copy_to_clipboard(text)
-        self.show_status(f"copied: {text[:60]}" if text else "nothing to copy")
+        self.show_status(f"copied: {truncate(text, 60)}" if text else "nothing to copy")
 
     async def action_help(self) -> None:
         await self.push_screen(HelpScreen(self.pane))

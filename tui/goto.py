@@ -35,19 +35,32 @@ def link_to(session: Session, text: str, screen: int) -> RowLink | None:
         rank = int(match[1])
         return RowLink(screen=there, rank=rank) if rank in incident.run.ranks else None
     if match := re.fullmatch(r"#(\d{1,18})", text):
-        return RowLink(screen=3, seq=int(match[1]), rank=incident.culprit)
+        return _link_to_operation(session, incident, int(match[1]))
     ranks = (rank for rank, record in incident.run.ranks.items() if text and record.host.startswith(text))
     return next((RowLink(screen=there, rank=rank) for rank in ranks), None)
 
 
+def _link_to_operation(session: Session, incident: Incident, seq: int) -> RowLink | None:
+    """A collective of that number: of the current group, else of the first that has one. Sends and receives count per pair."""
+    if not incident.lanes:
+        return None
+    lanes = (incident.lanes[session.lane % len(incident.lanes)], *incident.lanes)
+    for lane in lanes:
+        if not incident.is_p2p(lane) and lane.first_seq <= seq < lane.first_seq + lane.row.shape[1]:
+            return RowLink(screen=3, group=incident.name_of(lane), seq=seq, rank=incident.foremost)
+    return None
+
+
 def _link_to_step(session: Session, step: int) -> RowLink | None:
-    """A step's checkpoint, else its values among the metrics."""
+    """A step's checkpoint, else its values among the metrics, else its line in a log."""
     steps, metrics = session.checkpoints.value, session.metrics.value
     if steps is not None and steps.find(step) is not None:
         return RowLink(screen=7, step=step)
     if metrics is not None and len(metrics.steps) and metrics.steps[0] <= step <= metrics.steps[-1]:
         return RowLink(screen=8, step=step)
-    return None
+    incident = session.incident.value
+    is_logged = incident is not None and session.logs.value is not None and incident.time_of_step(step) is not None
+    return RowLink(screen=5, step=step) if is_logged else None
 
 
 def places(session: Session, query: str) -> Iterator[tuple[str, str]]:

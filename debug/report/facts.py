@@ -96,21 +96,27 @@ def where(run: Run, top: Verdict) -> list[str]:
 
 def commands(run: Run, top: Verdict) -> list[str]:
     """The exact commands that show more of the ranks to look at; a comment says where to run one if the host is unknown."""
-    found = (_command(run, run.ranks[rank], top) for rank in concerned(run, top))
-    return list(islice(dict.fromkeys(filter(None, found)), MAX_COMMANDS))
+    found: dict[str, list[int]] = {}  # by command, the ranks whose host it is for where no host is known
+    for rank in concerned(run, top):
+        command, is_placed = _command(run, run.ranks[rank], top)
+        if command:
+            found.setdefault(command, []).extend([] if is_placed else [rank])
+    shown = (f"{c}  # on the host{'s' * (len(r) > 1)} of {rank_list(r)}" if r else c for c, r in found.items())
+    return list(islice(shown, MAX_COMMANDS))
 
 
-def _command(run: Run, record: RankRecord, top: Verdict) -> str:
-    """`ssh node17 py-spy dump --pid 9192`; "" if the process has ended and its host has nothing to tell."""
+def _command(run: Run, record: RankRecord, top: Verdict) -> tuple[str, bool]:
+    """`ssh node17 py-spy dump --pid 9192`, and whether it says where to run it; "" if the process has ended and its host has
+    nothing to tell."""
     has_ended = process_ended(run, record.rank, top)
     if has_ended and not _may_be_the_hosts(top):
-        return ""
+        return "", True
     is_known = bool(record.host) and not record.host.startswith("-")  # ssh would take that for an option
-    whose = "each host of the job" if not record.pid and not has_ended else f"the host of rank {record.rank}"
     what = _KERNEL_LOG if has_ended else f"py-spy dump --pid {record.pid}" if record.pid else _COLLECT
     if not is_known:
-        return f"{what}  # on {whose}"
-    return f'ssh {shlex.quote(record.host)} "{what}"' if has_ended else f"ssh {shlex.quote(record.host)} {what}"
+        is_everywhere = not record.pid and not has_ended
+        return (f"{what}  # on each host of the job", True) if is_everywhere else (what, False)
+    return f"ssh {shlex.quote(record.host)} " + (f'"{what}"' if has_ended else what), True
 
 
 _KERNEL_LOG = "dmesg -T | grep -iE 'oom|xid|segfault|killed process'"

@@ -19,9 +19,9 @@ def seen_situations(
     """`states`, in which a rank that waits for others waits.
 
     Without a stack the recorder shows it: an operation has not ended, of a rank of the verdict any, of others the last one.
-    It also shows what a stack in `wait` waits for. Otherwise a stack is overruled by the verdict: on a GPU the main thread of a rank that waits is often elsewhere, in `.item()` or `backward()`.
-    `waiters`: the ranks of which the verdict says that they wait; those with the same operation pending wait too. A rank of
-    `blamed` keeps what its stack shows.
+    It also shows what a stack in `wait` waits for. Any other stack is overruled by the verdict alone: on a GPU the main thread
+    of a rank that waits is often elsewhere, in `.item()` or `backward()`. `waiters`: the ranks of which the verdict says that
+    they wait; those with the same operation pending wait too. A rank of `blamed` keeps what its stack shows.
     """
     named, at_fault = set(waiters), frozenset(blamed)
     found = dict(states)

@@ -90,7 +90,7 @@ class Grid:
         if not self.is_time:
             return ordinal(self.first + column) if self.is_p2p else f"#{self.first + column}"
         digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
-        return f"+{(self.first_ns + column * self.bin_ns) / 1e9:.{digits}f} s"
+        return f"{round((self.first_ns + column * self.bin_ns) / 1e9, digits) + 0.0:+.{digits}f} s"
 
 
 def build_grid(run: Run, lane: Lane) -> Grid:

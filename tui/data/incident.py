@@ -13,6 +13,7 @@ import numpy as np
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.looks_well import went_on
+from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
 from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
@@ -150,6 +151,12 @@ class Incident:
         """Name of a lane, which no other one has."""
         return next(name for name, other in zip(self.names, self.lanes, strict=True) if other is lane)
 
+    def time_of_step(self, step: int) -> float | None:
+        """When a log names a training step, in seconds since the epoch: the log of a rank at fault, else the first that does."""
+        order = (*self.top.culprits, *self.run.ranks)
+        logs = (self.run.ranks[rank].log for rank in order if rank in self.run.ranks)
+        return next((log.step_times[step] for log in logs if log is not None and step in log.step_times), None)
+
     def is_past(self, ranks: Iterable[int]) -> bool:
         """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
         records = [self.run.ranks.get(rank) for rank in ranks]
@@ -251,9 +258,9 @@ class Incident:
         return min(seqs or lane.pending[lane.pending >= 0].tolist(), default=last)
 
     @property
-    def culprit(self) -> int | None:
-        """The first rank at fault."""
-        return self.top.culprits[0] if self.top.culprits else None
+    def foremost(self) -> int | None:
+        """The rank to look at first: the first at fault, else the first suspect."""
+        return next(iter(self.top.culprits or self.top.suspects), None)
 
     def link_of(self, verdict: Verdict, rank: int | None = None) -> RowLink | None:
         """What a verdict is about: a collective, a send or receive (whose number counts per pair), else its rank's waits."""
@@ -321,12 +328,13 @@ def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:
 
 
 def first_error(incident: Incident) -> LogEvent | None:
-    """The earliest primary error in any log: not a closed connection, a timeout or a signal from the launcher.
+    """The earliest primary error in any log: not a closed connection, a timeout, a signal from the launcher, or what was caught.
 
     Errors of the verdict's culprits take precedence, since clocks differ.
     """
     logs = [record.log for record in incident.run.ranks.values() if record.log is not None]
     own = [event for log in logs for event in _own_errors(log)]
+    own = [event for event in own if not logged_on(incident.run.ranks[event.rank], event)]
     blamed = [event for event in own if event.rank in incident.top.culprits]
     return min(blamed or own, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank), default=None)
 

@@ -96,7 +96,10 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
     others: list[tuple[float, dict[str, float]]] = []
     events: list[tuple[str, dict[str, float]]] = []
     num_damaged = 0
-    for number, line in enumerate(data.splitlines()):
+    lines = data.splitlines()
+    if lines and not data.endswith(b"\n") and _values(lines[-1]) is None:
+        lines.pop()  # it is being written
+    for number, line in enumerate(lines):
         if not line.strip():
             continue
         found = _values(line)

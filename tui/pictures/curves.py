@@ -12,7 +12,7 @@ from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.metrics import Goodput, Metrics
 from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
-from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, head, row
+from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, head, row, truncate_start
 
 GUTTER = 10
 SMOOTHINGS = (0.0, 0.6, 0.9)
@@ -134,6 +134,9 @@ def value_rows(metrics: Metrics, spot: float | None, width: int, other: Metrics 
         max((len(title) for title, _ in metrics.panels()), default=0), max(width - (22 if other is not None else 11), 8)
     )
     others = _values_at(other, float(metrics.steps[place])) if other is not None else {}
+    if other is not None:
+        names = f"{'':<{longest}}  {'this run':>9}  {truncate_start(other.source, max(width - longest - 13, 8))}"
+        yield row((names, Role.DIM))
     for title, values in metrics.panels():
         beside = f"  {with_unit(title, others[title])}" if title in others else ""
         yield row((fitted(title, longest), Role.DIM), f"  {with_unit(title, float(values[place])):>9}",
@@ -165,8 +168,9 @@ def with_unit(title: str, value: float) -> str:
     return number(value)
 
 
-_SHARES = (("steps", "━", Role.GOOD), ("data", "━", Role.NOTE), ("saves", "━", Role.WARN), ("redone", "━", Role.BAD),
-           ("other", "─", Role.DIM))  # fmt: skip
+# The characters differ where a terminal has no colours, too.
+_SHARES = (("steps", "━", Role.GOOD), ("data", "╍", Role.NOTE), ("saves", "█", Role.WARN), ("redone", "x", Role.BAD),
+           ("other", "·", Role.DIM))  # fmt: skip
 
 
 def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:

@@ -218,7 +218,7 @@ def link_rows(incident: Incident, link: RowLink | None, logs: LogIndex | None, w
     if link is not None and link.source and logs is not None:
         yield from log_rows(logs, link.source, link.line, width)
         return
-    rank = link.rank if link is not None and link.rank is not None else incident.culprit
+    rank = link.rank if link is not None and link.rank is not None else incident.foremost
     if link is not None and link.seq is not None and rank is not None and incident.lanes:
         lane = incident.lanes[incident.lane_of(link.group)]
         yield from operation_rows(incident, lane, link.seq, rank, width)

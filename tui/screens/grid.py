@@ -93,7 +93,16 @@ class GridPane(Pane):
 
     def state(self) -> tuple[object, ...]:
         height = self.body.scrollable_content_region.height
-        view = (self._per_cell, self._first, self._spot, self._is_time, self._order, self._per_row, height)
+        view = (
+            self._per_cell,
+            self._first,
+            self._spot,
+            self._is_time,
+            self._window,
+            self._order,
+            self._per_row,
+            height,
+        )
         return (*super().state(), self.session.lane, *view)
 
     def update_rows(self, *, force: bool = False) -> None:

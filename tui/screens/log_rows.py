@@ -107,16 +107,16 @@ def shortened(text: str, width: int) -> str:
 def last_line(rows: LogRows, incident: Incident) -> int | None:
     """The last line of the rank at fault at or before the stop, its own if that is later, or within a second: what follows tells
     of the dump and the shutdown. Of a slow job the last one about a step."""
-    if incident.culprit is None:
+    if incident.foremost is None:
         return None
-    log = incident.run.ranks[incident.culprit].log if incident.culprit in incident.run.ranks else None
+    log = incident.run.ranks[incident.foremost].log if incident.foremost in incident.run.ranks else None
     if incident.is_slow and log is not None and log.last_step_line:
         return rows.index.line_at(log.source, log.last_step_line)
     steps = log.step_times.values() if log is not None else ()
     stop_s = max([incident.began_ns / 1e9 + logs_ahead_s(incident.run), *steps])
     if not incident.began_ns or incident.is_slow:
-        return rows.last_of(incident.culprit, None)
-    last, later = (rows.last_of(incident.culprit, int(stop_s * 1000) + after_ms) for after_ms in (0, _AFTER_MS))
+        return rows.last_of(incident.foremost, None)
+    last, later = (rows.last_of(incident.foremost, int(stop_s * 1000) + after_ms) for after_ms in (0, _AFTER_MS))
     return later if last is None or later is None else _last_calm(rows.index, log, last, later)
 
 

@@ -280,7 +280,10 @@ class LogsPane(Pane):
 
     def select(self, link: RowLink) -> None:
         self.update_rows(force=True)
-        rows = self.body.rows
+        rows, incident = self.body.rows, self.session.incident.value
+        if isinstance(rows, LogRows) and link.step is not None and incident is not None:
+            time_s = incident.time_of_step(link.step)
+            self.body.move_to(rows.index.place_of_time(int((time_s or 0.0) * 1000), rows.view), is_centred=True)
         if not isinstance(rows, LogRows) or not link.source:
             return
         place = rows.place_of(rows.index.line_at(link.source, max(link.line, 1)))

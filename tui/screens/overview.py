@@ -210,7 +210,7 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:
     """Where the first rank at fault was."""
-    state = incident.states.get(incident.culprit) if incident.culprit is not None else None
+    state = incident.states.get(incident.foremost) if incident.foremost is not None else None
     return (state.frame.file, state.frame.line) if state is not None and state.frame is not None else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -10,6 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.errors import TitanError
+from titan_ckpt.location import redact
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
@@ -174,7 +176,9 @@ def _reader(url: str) -> Callable[[], Metrics | str]:
     def read() -> Metrics | str:
         try:
             content = find_content(url)
-            return load_metrics(content.store, content.metrics) if content.metrics else "no metrics.jsonl there"
+            if not content.metrics:
+                return "no metrics.jsonl there"
+            return replace(load_metrics(content.store, content.metrics), source=redact(url))
         except TitanError as error:
             return str(error)
 

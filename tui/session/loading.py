@@ -36,6 +36,7 @@ class SessionLoader:
         self._changed = changed
         self._show_status = show_status
         self._not_before_s = 0.0
+        self._is_lost = False  # the last look found nothing to read
 
     @property
     def is_busy(self) -> bool:
@@ -77,6 +78,11 @@ class SessionLoader:
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
         s.content = content
+        if self._is_lost:
+            self._is_lost = False
+            self._show_status("")
+        if before.metrics and not content.metrics:
+            self._show_status(f"{before.metrics} is gone: the curves show what was read before")
         if content.logs and (content.logs != before.logs or content.incident != before.incident):
             self._load_logs(content)
         if content.has_evidence and (content.evidence != before.evidence or self._may_go_on()):
@@ -119,6 +125,7 @@ class SessionLoader:
         self._load(s.incident, look, after=after)
 
     def _lost(self, text: str) -> None:
+        self._is_lost = True
         self._show_status(f"not reloaded: {text}")
 
     def close(self) -> None:

@@ -156,8 +156,8 @@ class Pane(Vertical):
     def begin(self) -> None:
         """Place the cursor once, when data is shown for the first time: on the rank at fault, else on the first one."""
         incident, rows, width = self.session.incident.value, self.body.rows, self.body.line_width
-        if incident is not None and incident.culprit is not None:
-            self.move_to_rank(incident.culprit)
+        if incident is not None and incident.foremost is not None:
+            self.move_to_rank(incident.foremost)
             return
         links = ((i, rows.row(i, width).link) for i in range(min(len(rows), _HEADINGS)))
         self.body.move_to(next((i for i, link in links if link is not None and link.rank is not None), 0))
