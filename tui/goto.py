@@ -31,7 +31,7 @@ def link_to(session: Session, text: str, screen: int) -> RowLink | None:
     if incident is None:
         return None
     there = screen if screen in _SCREENS_OF_RANKS else 6
-    if match := re.fullmatch(r"(?:rank )?(\d{1,18})", text):
+    if match := re.fullmatch(r"(?:rank ?)?(\d{1,18})", text):
         rank = int(match[1])
         return RowLink(screen=there, rank=rank) if rank in incident.run.ranks else None
     if match := re.fullmatch(r"#(\d{1,18})", text):

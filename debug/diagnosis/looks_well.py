@@ -65,6 +65,8 @@ def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
     def is_left(event: LogEvent) -> bool:
         """A watchdog's timeout ends the process: only a later step, and no word of an end, shows that it did not."""
         at = steps_at if event.kind == EventKind.WATCHDOG else max(steps_at, done_at)
+        if event.kind == EventKind.EXCEPTION and "announced" in event.values:
+            return False  # a logger wrote it, so that something caught it
         return event.source != source or event.line > at
 
     events = tuple(filter(is_left, record.log.events))

@@ -72,7 +72,7 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     if "told" in event.values and record.log is not None and record.log.source != event.source:
         return True  # its own file tells better what became of it
     if "alone" in event.values and not _ended_itself(record):
-        return event.values["type"] != USAGE_ERROR or _wrote_on(record, event)  # which ends a program at once
+        return event.values["type"] != USAGE_ERROR or wrote_on(record, event)  # which ends a program at once
     if "ending" in event.values and not _ended_itself(record):
         return True  # it came of the end that the launcher made
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
@@ -90,9 +90,7 @@ def _ended_itself(record: RankRecord) -> bool:
 def last_error(record: RankRecord) -> LogEvent | None:
     """An error without a traceback that is the last thing logged by a rank of which no exit is known: it may have ended of it."""
     event = next((event for event in reversed(record.events) if "alone" in event.values), None)
-    is_last = (
-        event is not None and record.exit is None and not logged_on(record, event) and not _wrote_on(record, event)
-    )
+    is_last = event is not None and record.exit is None and not logged_on(record, event) and not wrote_on(record, event)
     return event if is_last else None
 
 
@@ -137,7 +135,7 @@ def _is_routine(record: RankRecord, event: LogEvent) -> bool:
         return False
     announced = event.values.get("announced")
     is_announced = bool(announced) and any(other.values.get("announced") == announced for other in alike[:-1])
-    return event != alike[-1] or is_announced or record.heartbeat is not None or _wrote_on(record, event)
+    return event != alike[-1] or is_announced or record.heartbeat is not None or wrote_on(record, event)
 
 
 # What torch, the interpreter and trackers write while a process ends of an exception.
@@ -156,7 +154,7 @@ _PARTING = (
 _CONTINUES = re.compile(r"(?:\[[^\]\n]{1,40}\]:? )?[ \t]+\S")  # the message of the line before, on a line of its own
 
 
-def _wrote_on(record: RankRecord, event: LogEvent) -> bool:
+def wrote_on(record: RankRecord, event: LogEvent) -> bool:
     """Whether the rank logged anything after an error but what a process writes while it ends."""
     log = record.log
     if log is None or log.source != event.source or log.tail_line <= event.line:
@@ -172,7 +170,9 @@ def logged_on(record: RankRecord, event: LogEvent) -> bool:
     log = record.log
     if log is None or "outlived" in event.values:
         return log is not None
-    if "alone" in event.values and _is_own(event) and (_wrote_on(record, event) or _is_habit(record, event)):
+    if "went_on" in event.values and (record.exit is None or record.exit.code == 0):
+        return True
+    if "alone" in event.values and _is_own(event) and (wrote_on(record, event) or _is_habit(record, event)):
         return True
     may_be_buffered = "unstepped" in event.values and record.exit is not None and record.exit.code != 0
     last = log.done_line if may_be_buffered and log.last_step_line > 0 else max(log.last_step_line, log.done_line)

@@ -172,7 +172,9 @@ def _by_log(record: RankRecord) -> Situation | None:
             if event.kind == EventKind.STORE_WAIT and not _is_own_wait(record, event)
             else RankState.IN_COLLECTIVE
         )
-        frame = next((e.frame for e in record.events if e.frame and not _got_over(record, e)), None)
+        raised = [e for e in record.events if e.frame]
+        left = [e for e in raised if not _got_over(record, e)] or raised
+        frame = left[0].frame if left else None
         return Situation(rank=record.rank, kind=kind, frame=frame, evidence=(event_evidence(event),))
     interrupted = next((event for event in record.events if event.frame and is_interrupt(event)), None)
     if interrupted is not None and interrupted.frame is not None and not is_library(interrupted.frame):

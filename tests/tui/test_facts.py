@@ -21,7 +21,7 @@ from titan_ckpt.debug.incident.records import Frame, Group, Thread
 from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, LATE, PENDING, SILENT, build_grid
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, load_incident, with_odd_splits
+from titan_ckpt.tui.data.incident import SITUATIONS, Incident, diagnosed, first_error, load_incident, with_odd_splits
 from titan_ckpt.tui.data.metrics import parse_metric_lines
 from titan_ckpt.tui.data.standing import standing
 from titan_ckpt.tui.data.timeline import build_time_grid
@@ -297,3 +297,31 @@ def test_frames_of_our_recorder_are_left_out() -> None:
     mine = Frame(file="/job/train.py", line=7, function="main")
     assert program_frames(Thread(name="", frames=(*own, mine))) == (mine,)
     assert program_frames(Thread(name="", frames=(mine,))) == (mine,)
+
+
+def test_a_line_that_is_being_written_is_no_damage() -> None:
+    whole = b'{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n'
+    assert parse_metric_lines(whole + b'{"step": 3, "lo', "metrics.jsonl").num_damaged == 0
+    assert parse_metric_lines(whole + b'{"step": 3, "lo\n', "metrics.jsonl").num_damaged == 1
+    assert len(parse_metric_lines(whole + b'{"step": 3, "loss": 1.0}', "metrics.jsonl").steps) == 3
+
+
+def test_the_first_error_is_none_that_was_caught(tmp_path: Path) -> None:
+    caught = (
+        'Traceback (most recent call last):\n  File "/job/model.py", line 4, in <module>\n    import flash_attn\n'
+        "ModuleNotFoundError: No module named 'flash_attn'\n2026-11-22 00:59:00,000 WARNING model: falling back to sdpa\n"
+    )
+    steps = "".join(f"2026-11-22 01:{n:02}:00,000 INFO train: step {n} loss 2.1\n" for n in range(1, 30))
+    waited = (
+        '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "/job/train.py", line 51, in <module>\n'
+        "[rank{0}]:     dist.all_reduce(x)\n[rank{0}]: RuntimeError: [/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out "
+        "waiting 1800000ms for recv operation to complete\n"
+    )
+    for rank in range(3):
+        text = caught * (rank == 1) + steps + waited.format(rank) * (rank < 2)
+        (tmp_path / f"rank_{rank}.log").write_text(text)
+    found = load_incident(str(tmp_path))
+    assert found.top.culprits == (2,)
+    assert first_error(found) is None  # rank 1 went on for 29 steps
+    assert found.states[1].frame is not None
+    assert found.states[1].frame.place == "/job/train.py:51"

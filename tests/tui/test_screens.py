@@ -68,7 +68,7 @@ def run(tmp_path: Path) -> TitanApp:
     (tmp_path / "step-00000030").mkdir()
     (tmp_path / "step-00000030" / "x").write_text("begun")
     lines = [{"event": "step", "step": n, "loss": 5 / n, "tokens_per_s": 1000.0 + n} for n in range(1, 30)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{cut")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{cut\n")
     return TitanApp(find_content(str(tmp_path)), clock=lambda: 1.8e9)
 
 

@@ -180,7 +180,7 @@ def test_what_is_typed_after_a_colon_is_found(skip: Incident) -> None:
     session = session_of(skip)
     assert link_to(session, "2", 2) == RowLink(screen=2, rank=2)
     assert link_to(session, "rank 2", 8) == RowLink(screen=6, rank=2)
-    assert link_to(session, "#5", 1) == RowLink(screen=3, seq=5, rank=2)
+    assert link_to(session, "#5", 1) == RowLink(screen=3, group="default_pg", seq=5, rank=2)
     assert link_to(session, "4", 1) is link_to(session, "nowhere", 1) is link_to(session, "", 1) is None
     named = replace(skip.run, ranks={**skip.run.ranks, 3: replace(skip.run.ranks[3], host="node3")})
     hosts = session_of(replace(skip, run=named))

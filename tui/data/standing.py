@@ -38,8 +38,9 @@ class Standing:
         """As many facts as fit."""
         text = self.word
         for fact in self.facts:
-            if len(text) + len(fact) + 3 <= width:
-                text = f"{text} · {fact}"
+            short = fact.partition(" (")[0]  # without the words for how sure
+            shown = next((each for each in (fact, short) if len(text) + len(each) + 3 <= width), "")
+            text = f"{text} · {shown}" if shown else text
         return truncate(text, width)
 
 
@@ -95,8 +96,9 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
     stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
     facts += [stuck, _subtype_text(incident) if top.verdict not in NO_FAULT else ""]
-    if len(named) == 1:
-        facts += [line_text(incident, named[0]), process_text(incident, named[0])]
+    lines = {line_text(incident, rank) for rank in named}
+    facts += [lines.pop()] if len(lines) == 1 else []
+    facts += [process_text(incident, named[0])] if len(named) == 1 else []
     if top.verdict not in NO_FAULT:
         sure, stop = f"confidence {top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)
         facts += [sure, stop] if stuck and not incident.is_slow else [stop, sure]

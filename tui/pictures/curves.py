@@ -43,6 +43,11 @@ def smoothed(values: Floats, weight: float) -> Floats:
     return found
 
 
+def plot_columns(width: int) -> int:
+    """Cells of a plot in a line of `width` characters, behind the GUTTER."""
+    return max(width - GUTTER - 1, 4)
+
+
 def panel_rows(
     title: str,
     curves: Sequence[Curve],
@@ -59,7 +64,7 @@ def panel_rows(
         yield row(("no values".rjust(GUTTER), Role.DIM))
         return
     yield row((title, Role.HEAD), _shown_value(curves[0], spot))
-    columns, rows = max(width - GUTTER - 1, 4), max(height - 1, 1)
+    columns, rows = plot_columns(width), max(height - 1, 1)
     every = np.concatenate([curve.steps for curve in curves])
     x_range, y_range = (float(every.min()), float(every.max())), (float(y.min()), float(y.max()))
     cells = [dots(*pair, rows=rows, columns=columns, x_range=x_range, y_range=y_range) for pair in known]

@@ -32,6 +32,7 @@ from titan_ckpt.tui.screens.grid_rows import (
     legend_text,
     operations_text,
     pointer_text,
+    stretch_of,
 )
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.grid_view import GridView
@@ -313,6 +314,16 @@ class GridPane(Pane):
             begin = stand if 0 <= stand <= last else last
             spot = begin if self._spot is None else self._spot + message.by * self._per_cell
             self._choose(max(0, min(spot, last)))
+
+    def on_grid_view_pointed(self, message: GridView.Pointed) -> None:
+        """Select the column that was clicked."""
+        grid = self._grid
+        if grid is not None and message.at >= label_width(grid):
+            width = self._cell_width(grid)
+            cell = (message.at - label_width(grid)) // stretch_of(grid, width, self._per_cell)
+            column = self._first + cell * self._per_cell
+            if cell < width and column < grid.codes.shape[1]:
+                self._choose(column)
 
     def _choose(self, column: int) -> None:
         """Select a column and scroll to it."""

@@ -255,10 +255,11 @@ def legend_text(grid: Grid, width: int) -> str:
     here = [code for code in reversed(grid.occurring) if code != BLANK]
     if grid.is_time:
         text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
-        return f"{text}  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else text
+        stop = "  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else ""
+        return truncate(f"{text}{stop}", width)
     usual = [code for code in reversed(range(len(GLYPHS))) if code in here or code not in (BLANK, ENDED)]
     blank = f"  blank: {GLYPHS[BLANK].label}" if BLANK in grid.occurring and not grid.is_p2p else ""
     text, short = (
         "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in codes) + blank for codes in (usual, here)
     )
-    return text if len(text) <= width else short
+    return text if len(text) <= width else truncate(short, width)

@@ -97,12 +97,13 @@ def judge(url: str, name: str) -> Judged:
         incident = load_incident(url, name)
     except TitanError as error:
         return Judged(text=f"nothing readable: {error}", role=Role.DIM)
-    top, seen_ns = incident.top, incident.began_ns or incident.last_sign_ns
+    top, last_s = incident.top, incident.last_sign_ns / 1e9
+    seen_s = last_s if incident.is_over or incident.is_slow else incident.stop_s or last_s
     calm: Role = Role.GOOD if top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING) else Role.WARN
     return Judged(
         text=top.headline,
         role=calm if top.verdict in NO_FAULT else Role.BAD,
-        moment=moment(seen_ns / 1e9).removesuffix(" UTC") if seen_ns else "",
+        moment=moment(seen_s).removesuffix(" UTC") if seen_s else "",
         kind=top.verdict,
         confidence=f"{top.confidence:.0%}",
     )
@@ -113,7 +114,7 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
     longest = min(max(len(name or _NEWEST) for name in names), max(width // 4, 16))
     kinds = max([len("verdict"), *(len(found.kind) for found in judged.values())])
     with_time = width >= _WITH_TIME
-    stopped = f"{'stopped (UTC)':<19}  " if with_time else ""
+    stopped = f"{'when (UTC)':<19}  " if with_time else ""
     rows = [head(f"  {'incident':<{longest}}  {stopped}{'verdict':<{kinds}}  sure  why")]
     for name in names:
         found = judged.get(name)

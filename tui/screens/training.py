@@ -15,7 +15,16 @@ from titan_ckpt.location import redact
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
-from titan_ckpt.tui.pictures.curves import SMOOTHINGS, Curve, goodput_rows, panel_rows, smoothed, value_rows
+from titan_ckpt.tui.pictures.curves import (
+    GUTTER,
+    SMOOTHINGS,
+    Curve,
+    goodput_rows,
+    panel_rows,
+    plot_columns,
+    smoothed,
+    value_rows,
+)
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.grid_view import GridView
@@ -133,6 +142,17 @@ class TrainingPane(Pane):
         by = max(last // max(self.body.line_width, 1), 1) * message.by
         place = last if self._spot is None else max(0, min(place + by, last))
         self._spot = float(metrics.steps[place])
+        self.update_rows()
+
+    def on_grid_view_pointed(self, message: GridView.Pointed) -> None:
+        """Select the step that was clicked in a plot."""
+        metrics, columns = self.session.metrics.value, plot_columns(self.body.line_width)
+        at = message.at - GUTTER
+        if metrics is None or not len(metrics.steps) or not 0 <= at < columns:
+            return
+        steps = np.concatenate([metrics.steps, *([self._other.steps] if self._other is not None else [])])
+        wanted = steps.min() + (steps.max() - steps.min()) * at / max(columns - 1, 1)
+        self._spot = float(metrics.steps[np.abs(metrics.steps - wanted).argmin()])
         self.update_rows()
 
     def select(self, link: RowLink) -> None:

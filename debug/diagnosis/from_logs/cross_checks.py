@@ -7,10 +7,10 @@ from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
-from titan_ckpt.debug.diagnosis.rank_death import own_exception
+from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import LogEvent, RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -22,6 +22,8 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     error texts name other ranks as those that did not come."""
     if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict) or _was_killed_in_a_hang(run, verdict):
         return True
+    if _was_felt_by_nobody(run, verdict):
+        return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
     if verdict.confidence >= RECORDED or not verdict.culprits or verdict.verdict not in _NOT_COME:
@@ -30,6 +32,31 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
     named = set(absent_ranks(run))
     return bool(accused & stale) or bool(named and not accused & named)
+
+
+def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
+    """Whether a logger wrote the exceptions that it is about, after which the ranks logged on, or had said that they were done;
+    and nothing shows that a process failed or waited: they may have been caught."""
+    if verdict.verdict != VerdictKind.RANK_DIED or not verdict.culprits or (run.launcher and run.launcher.code):
+        return False
+    for rank, record in run.ranks.items():
+        if (record.exit and record.exit.code) or any(e.kind.is_communication or e.kind in _ENDS for e in record.events):
+            return False
+        if len(record.operations) or record.stacks or record.heartbeat is not None:
+            return False  # other evidence tells
+        error = own_exception(record)
+        if rank in verdict.culprits and not (error is not None and _may_be_caught(record, error)):
+            return False
+    return True
+
+
+_ENDS = (EventKind.WATCHDOG, EventKind.FATAL_SIGNAL, EventKind.KILLED, EventKind.NODE_LOST, EventKind.STORE_WAIT)
+
+
+def _may_be_caught(record: RankRecord, error: LogEvent) -> bool:
+    if "announced" not in error.values or record.log is None:
+        return False
+    return 0 < record.log.done_line < error.line or wrote_on(record, error)
 
 
 # What a program raises for its own mistakes, on as many ranks as have them.

@@ -116,7 +116,11 @@ class Endings:
     # -- torchrun
 
     def _elastic(self, number: int, text: str, time_s: float | None) -> None:
-        if "torch/distributed/elastic" in text or "ChildFailedError" in text:
+        if (
+            "torch/distributed/elastic" in text
+            or "torch.distributed.elastic.agent" in text
+            or "ChildFailedError" in text
+        ):
             self.is_elastic = True
             if "Done waiting for other agents" in text and not self._failed:
                 self.has_finished, self.over_line = True, number
@@ -313,7 +317,9 @@ class Endings:
             self._note(EventKind.NODE_LOST, number, text, host=line.host)
         elif ("preempt" in text.lower() or "nterruption" in text) and _PREEMPTED.search(text):
             self._note(EventKind.PREEMPTED, number, text, host=line.host)
-        elif match := (_SHELL.match(text) if text.startswith(_SHELL_STARTS) or ": line " in text else None):
+        elif match := (
+            _SHELL.match(_BAR.sub("", text)) if text.startswith(_SHELL_STARTS) or ": line " in text else None
+        ):
             code = WORDS[match["word"]]
             values = {"signal": Signals(-code).name, "pid": match["pid"] or "", "host": line.host}
             if rank := _RANK_VARIABLE.search(text):
@@ -339,7 +345,7 @@ _FAILED = re.compile(
 _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)")
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
-_OF_AGENTS = ("torch/distributed/elastic", "exitcode", "rank", "time", "Root Cause")
+_OF_AGENTS = ("torch/distributed/elastic", "torch.distributed.elastic.agent", "exitcode", "rank", "time", "Root Cause")
 _MPIRUN = re.compile(
     r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
     r"exited on ?signal (?P<signal>\d{1,2})"
@@ -377,6 +383,7 @@ _SHELL = re.compile(
     rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"
 )
 _SHELL_STARTS = tuple(WORDS)
+_BAR = re.compile(r".{0,200}\b\d{1,9}/\d{1,9} \[[^\]\n]{1,80}\](?=\S)")  # tqdm's, on whose line the shell wrote on
 _RANK_VARIABLE = re.compile(r"\b(?:RANK|--(?:node_?)?rank)[= ](?P<rank>\d{1,6})\b")
 
 

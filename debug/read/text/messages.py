@@ -309,6 +309,7 @@ _BARE = (
     "DistBackendError: ",
     "DistNetworkError: ",
     "DistStoreError: ",
+    "/gloo/transport/",
 )
 _LAST_RULES = (
     _Rule(EventKind.OOM, OOM_WORDS, lambda text: None if is_mere_talk(text) else {}),

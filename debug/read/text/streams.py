@@ -92,7 +92,7 @@ class Stream:
     details: int = 0  # lines that may still belong to NCCL's message
     refusals: Refusals = field(default_factory=Refusals)
     routine: Routine = field(default_factory=Routine)
-    # Errors that the program logged and perhaps outlived.
+    # Errors of the program's own, which it perhaps outlived.
     open_errors: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
 
     def take(self, number: int, line: Line) -> None:
@@ -201,19 +201,19 @@ class Stream:
 
     def _open(self, kind: EventKind) -> None:
         """Note an error of the program's own that it logged: whether the program goes on will be seen."""
-        event = (self.last or self.first)[-1]
-        is_logged = "announced" in event.values or "alone" in event.values
-        if kind in (EventKind.EXCEPTION, EventKind.OOM) and is_logged:
-            self.open_errors.append(event)
+        if kind in (EventKind.EXCEPTION, EventKind.OOM):
+            self.open_errors.append((self.last or self.first)[-1])
             self.routine.mark()
 
     def _outlive(self) -> None:
-        """The program went on with its routine: it had caught the errors that it logged."""
+        """The program went on with its routine: it had caught the errors that it logged, and other ones if no end of it tells
+        otherwise: what Python had in a buffer comes after the traceback of which it ended."""
         for event in self.open_errors:
+            name = "outlived" if "announced" in event.values or "alone" in event.values else "went_on"
             for box in (self.last, self.first):
                 place = next((n for n in range(len(box) - 1, -1, -1) if box[n] is event), None)
                 if place is not None:
-                    box[place] = replace(event, values={**event.values, "outlived": "1"})
+                    box[place] = replace(event, values={**event.values, name: "1"})
                     break
         self.open_errors.clear()
 

@@ -30,8 +30,8 @@ def rounds(first: int, end: int) -> str:
     [
         (rounds(3, 5), ()),
         ("", (0,)),
-        ("[2026-03-02 10:00:04,100][myjob][INFO] saving checkpoint 3\n", (0,)),
-        (ROUTINE.format(4, 0.2).replace("INFO", "ERROR"), (0,)),
+        ("[2026-03-02 10:00:04,100][myjob][INFO] saving checkpoint 3\n", ()),
+        (ROUTINE.format(4, 0.2).replace("INFO", "ERROR"), ()),
     ],
 )
 def test_a_logged_error_before_more_of_the_same_was_caught(
@@ -43,10 +43,12 @@ def test_a_logged_error_before_more_of_the_same_was_caught(
 
 
 def test_a_line_that_begins_only_after_the_error_is_no_routine(tmp_path: Path) -> None:
+    """It may have been caught all the same: a logger wrote the error."""
     ending = "".join(f"[2026-03-02 10:01:{s:02},100][myjob][INFO] waiting for uploads {s}\n" for s in range(9))
     for rank in range(3):
         (tmp_path / f"rank_{rank}.log").write_text(rounds(0, 9) + (CAUGHT + ending if rank == 0 else ""))
-    assert diagnose(open_run(str(tmp_path)))[0].culprits == (0,)
+    found = diagnose(open_run(str(tmp_path)))[0]
+    assert (found.culprits, found.suspects) == ((), (0,))
 
 
 TORCH = "/lib/python3.11/site-packages/torch/"

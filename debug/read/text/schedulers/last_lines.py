@@ -19,9 +19,10 @@ _FAILED = re.compile(
     r"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"
     r"|\(first noticed rank \d{1,6}\) terminated with signal|has lost communication with a remote daemon"
 )
-# sacct's row of a job, not of one of its steps: `991  ft-7b  gpu  proj  64  COMPLETED  0:0`.
+# sacct's row of a job, not of one of its steps: `991  ft-7b  gpu  proj  64  COMPLETED  0:0`; and with --parsable2.
 _SACCT = re.compile(
-    r"\s*\d{1,12}(?:_\d{1,9})?(?:\s+\S{1,80}){1,12}\s+(?P<state>COMPLETED|FAILED)\s+(?P<code>\d{1,3}):\d{1,3}\s*$"
+    r"\s*\d{1,12}(?:_\d{1,9})?(?:(?:\s+\S{1,80}){0,12}\s+(?:COMPLETED|FAILED)\s+(?P<code>\d{1,3}):\d{1,3}\s*$"
+    r"|(?:\|[^|]{0,80}){0,12}\|(?:COMPLETED|FAILED)\|(?P<cell>\d{1,3}):\d{1,3}(?:\|[^|]{0,80}){0,12}$)"
 )
 UNKNOWN = 1  # the code of a failure whose line has none
 
@@ -32,7 +33,9 @@ def last_code(text: str) -> int | None:
     >>> last_code("exit code: 0"), last_code("make: *** [Makefile:12: train] Error 137"), last_code("Finished: FAILURE")
     (0, 137, 1)
     """
-    match = _CODE.match(text) or _SACCT.match(text)
-    if match is not None:
+    if match := _CODE.match(text):
         return int(match["code"])
+    match = _SACCT.match(text)
+    if match is not None:
+        return int(match["code"] or match["cell"])
     return UNKNOWN if _FAILED.search(text) else None
