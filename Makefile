@@ -100,7 +100,7 @@ healthy: $(READY) ## look at healthy live jobs of 20 kinds: nobody may be accuse
 	$(BIN)/python -m tools.healthy.campaign $(ARGS)
 
 random-keys: $(READY) ## press random keys on the screens over every recording: no key may end the program (ARGS="FOLDER --seconds 600")
-	$(BIN)/python -m tools.hangs.random_keys $(ARGS)
+	$(BIN)/python -m tools.random_keys $(ARGS)
 
 hostile: $(READY) ## campaigns against hostile files, links, servers and process tables (ARGS="deletion --minutes 5 --seed 1")
 	$(BIN)/python -m scripts.hostile $(ARGS)

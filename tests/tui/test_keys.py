@@ -26,7 +26,7 @@ from titan_ckpt.tui.screens.help import COMMON_KEYS, HelpScreen
 from titan_ckpt.tui.screens.log_rows import LogRows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.line_view import LineView
-from tools.paths import DATA, INCIDENTS
+from tools.paths import DATA
 
 SPELLED = {
     "left_square_bracket": "[", "right_square_bracket": "]", "plus": "+", "minus": "-", "less_than_sign": "<",
@@ -387,43 +387,3 @@ async def test_the_bottom_line_names_no_key_that_does_nothing(case: str, screen:
         line = screen_text(app).splitlines()[-1]
         assert "? help" in line
         assert absent not in line
-
-
-async def test_a_click_selects_a_step_of_a_curve_and_an_operation_of_the_grid() -> None:
-    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: 1.8e9, first_screen=8)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await settled(app, pilot)
-        await pilot.click(app.pane.body, offset=(30, 4))
-        await settled(app, pilot)
-        assert "loss   step 20: 3.165" in screen_text(app)
-    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await settled(app, pilot)
-        await pilot.click(app.pane.body, offset=(16 + 3 * 2, 1))  # the third of the cells, three characters each
-        await settled(app, pilot)
-        assert "v #3: rank 1 done" in screen_text(app)
-
-
-async def test_a_timeline_is_drawn_again_when_it_is_zoomed_and_moved() -> None:
-    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await settled(app, pilot)
-        seen = []
-        for keys in ("t", "plus", "less_than_sign", "minus", "minus", "minus"):
-            await press_now(app, pilot, keys)
-            seen.append(screen_text(app))
-        assert len(set(seen)) == len(seen)
-        assert "+-" not in seen[-1]  # times before the first operation have one sign
-
-
-async def test_numbers_and_steps_are_found_where_they_are() -> None:
-    app = TitanApp(find_content(str(DATA / "injected" / "p2p_missing")), clock=lambda: 1.8e9)
-    async with app.run_test(size=(120, 36)) as pilot:
-        await settled(app, pilot)
-        for text, shown in (("#7", "operation #7 · 3/4 issued"), ("rank2", "rank 2"), ("step 2", "[5 Logs]")):
-            app.go_to(text)
-            await settled(app, pilot)
-            assert shown in screen_text(app), text
-        app.go_to("#999")
-        await settled(app, pilot)
-        assert "'#999' is no rank, operation, step" in screen_text(app)

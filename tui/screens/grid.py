@@ -10,29 +10,23 @@ import numpy as np
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
-from titan_ckpt.tui.data.grid import (
-    GLYPHS,
-    Grid,
-    Order,
-    next_stop,
-    per_row_to_fit,
-    sort_orders,
-)
+from titan_ckpt.tui.data.grid import GLYPHS, Grid, Order, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid, whole_window
+from titan_ckpt.tui.data.timeline import BARS, Window, whole_window
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.pictures.timeline import bars_rows
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, row
 from titan_ckpt.tui.screens.grid_rows import (
     GridRows,
     Viewport,
     axis_line,
+    drawn,
     grid_of,
     label_width,
     legend_text,
     operations_text,
     pointer_text,
-    stretch_of,
+    title_of,
 )
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.grid_view import GridView
@@ -184,16 +178,9 @@ class GridPane(Pane):
         if grid is None:
             return "operations"
         incident = self.session.incident.value
-        count = len(incident.lanes) if incident else 0
+        place = f"{self.session.lane + 1} of {len(incident.lanes) if incident else 0}"
         per_row = rows.viewport.per_row if isinstance(rows, GridRows) else 1
-        scale = [f"up to {per_row} ranks per row"] if per_row > 1 else []
-        scale += (
-            [f"{self._per_cell} {'time steps' if grid.is_time else 'operations'} per cell"]
-            if self._per_cell > 1
-            else []
-        )
-        parts = [f"group {grid.name} ({self.session.lane + 1} of {count})", counted(len(grid.members), "rank"), *scale]
-        return " · ".join([*parts, f"by {self._order_name()}"])
+        return f"{title_of(grid, place, per_row, self._per_cell)} · by {self._order_name()}"
 
     def _order_name(self) -> str:
         orders = self._orders()
@@ -269,12 +256,7 @@ class GridPane(Pane):
             width = self.body.line_width
 
             def make() -> Grid | None:
-                grid = grid_of(incident, lane)
-                cells = max(width - label_width(grid), 1)
-                if not is_time:
-                    return grid
-                last_ns = None if incident.is_p2p(lane) else incident.last_issued_ns.get(lane.group)
-                return build_time_grid(incident.run, lane, grid, window, cells, incident.clock_offsets(lane), last_ns)
+                return drawn(incident, lane, window, width) if is_time else grid_of(incident, lane)
 
             def take(grid: Grid | None) -> None:
                 if self._key == key:
@@ -314,16 +296,6 @@ class GridPane(Pane):
             begin = stand if 0 <= stand <= last else last
             spot = begin if self._spot is None else self._spot + message.by * self._per_cell
             self._choose(max(0, min(spot, last)))
-
-    def on_grid_view_pointed(self, message: GridView.Pointed) -> None:
-        """Select the column that was clicked."""
-        grid = self._grid
-        if grid is not None and message.at >= label_width(grid):
-            width = self._cell_width(grid)
-            cell = (message.at - label_width(grid)) // stretch_of(grid, width, self._per_cell)
-            column = self._first + cell * self._per_cell
-            if cell < width and column < grid.codes.shape[1]:
-                self._choose(column)
 
     def _choose(self, column: int) -> None:
         """Select a column and scroll to it."""

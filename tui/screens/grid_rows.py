@@ -31,9 +31,9 @@ from titan_ckpt.tui.data.grid import (
 )
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import different_halves
-from titan_ckpt.tui.data.timeline import BARS
+from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid
 from titan_ckpt.tui.pictures.timeline import bar_spans
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, row, truncate
 from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
@@ -177,6 +177,22 @@ class GridRows:
         if len(places) == 1:
             return f"rank {self.grid.members[places[0]]} {glyphs[next(iter(counts))].label}"
         return ", ".join(f"{count} {glyphs[code].label}" for code, count in sorted(counts.items(), reverse=True))
+
+
+def drawn(incident: Incident, lane: Lane, window: Window | None, width: int) -> Grid | None:
+    """The heatmap of a lane over wall time in lines of `width` characters; None without recorded times."""
+    grid = grid_of(incident, lane)
+    last_ns = None if incident.is_p2p(lane) else incident.last_issued_ns.get(lane.group)
+    cells = max(width - label_width(grid), 1)
+    return build_time_grid(incident.run, lane, grid, window, cells, incident.clock_offsets(lane), last_ns)
+
+
+def title_of(grid: Grid, place: str, per_row: int, per_cell: int) -> str:
+    """The group and its `place` among the groups, its ranks, and how many ranks and columns a cell stands for."""
+    parts = [f"group {grid.name} ({place})", counted(len(grid.members), "rank")]
+    parts += [f"up to {per_row} ranks per row"] if per_row > 1 else []
+    parts += [f"{per_cell} {'time steps' if grid.is_time else 'operations'} per cell"] if per_cell > 1 else []
+    return " · ".join(parts)
 
 
 def label_width(grid: Grid) -> int:

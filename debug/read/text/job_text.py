@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.direction import oldest_first
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
@@ -15,6 +13,7 @@ from titan_ckpt.debug.read.text.messages import LANDMARKS
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
+from titan_ckpt.debug.read.text.writers.caught import Caught, mark
 from titan_ckpt.debug.read.text.writers.introductions import ON_HOST, STARTED, introduction, listening_rank
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
@@ -62,11 +61,7 @@ class JobText:
     _in_groups: set[int] = field(default_factory=set)  # ranks that torch named by their place in a process group alone
     _groups: set[str] = field(default_factory=set)
     _is_block: bool = False  # it repeats all that this process wrote
-    has_quotes: bool = True  # lines behind `>` are no quotes in it: most are
-    passed_line: int = 0  # where a test run says that all passed
-    _progress: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # lines at which the job came to a step that is new, and these
+    caught: Caught = field(default_factory=Caught)
 
     def __post_init__(self) -> None:
         self.nccl = NcclCalls(source=self.source)
@@ -79,10 +74,8 @@ class JobText:
     def take(self, number: int, line: Line) -> None:
         """Account for one written line, its prefixes taken off."""
         self.num_lines += 1
-        if not self.has_quotes and _QUOTE.match(line.text):
+        if self.caught.is_quote(number, line.text):
             return
-        if "pass" in line.text.lower() and _PASSED.search(line.text):
-            self.passed_line = number
         if self.began_s is None:
             self.began_s = line.time_s
         writer = self._writer(line)
@@ -125,13 +118,7 @@ class JobText:
         if is_begun:
             stream.take(number - 1, replace(line, text=f"{TRACEBACK}:", shown=f"{TRACEBACK}:"))
         stream.take(number, line)
-        if stream.last_step_line == number and len(self._progress) < MOST_STEPS:
-            newest = self._progress[-1][1] if self._progress else -1
-            step = (
-                newest + 1 if stream.last_step is None else stream.last_step
-            )  # some lines about a step have no number
-            if step > newest:
-                self._progress.append((number, step))
+        self.caught.note_step(number, stream)
         if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
             self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job
             self._begin_attempt(keep=stream)
@@ -139,17 +126,16 @@ class JobText:
     def close(self) -> None:
         """Mark what was told of ranks by others, who outlived it where the file goes on with steps; and the exceptions after
         which the job came to further steps. What a test run that passed wrote is its subject."""
-        if self.passed_line and self.num_lines - self.passed_line <= MOST_AFTER:
+        if self.caught.is_test_run(self.num_lines):
             self.writers.clear()
             self.endings = Endings()
-        for stream in self.writers.values():
-            _mark_went_on(stream, [line for line, _ in self._progress])
+        self.caught.mark(self.writers.values())
         last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
             stream.last_step_line = max(stream.last_step_line, last)
-            _mark(stream, "told", 0)
+            mark(stream, "told", 0)
         for stream in self.writers.values() if self.told_line else ():
-            _mark(stream, "ending", self.told_line)
+            mark(stream, "ending", self.told_line)
         if self._groups and "0" not in self._groups:  # a place in another group than that of all is no rank of the job
             for place in self._in_groups & {writer[2] for writer in self.writers if writer[0] == "rank"}:
                 self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
@@ -263,30 +249,6 @@ class JobText:
         return self._old.get(writer, False)
 
 
-def _mark(stream: Stream, name: str, after: int) -> None:
-    """Give the events of a stream after a line a value of that name."""
-    for events in (stream.first, stream.last):
-        for place, event in enumerate(events):
-            if event.line > after:
-                events[place] = replace(event, values={**event.values, name: "1"})
-
-
-def _mark_went_on(stream: Stream, steps: Sequence[int]) -> None:
-    """Mark the exceptions before which the job came to several steps, at the lines `steps`, and after which it came to more."""
-    for events in (stream.first, stream.last):
-        for place, event in enumerate(events):
-            before = bisect.bisect_left(steps, event.line)
-            if event.kind == EventKind.EXCEPTION and before >= SEVERAL and len(steps) - before > SEVERAL:
-                events[place] = replace(event, values={**event.values, "went_on": "1"})
-
-
-SEVERAL = 2
-MOST_STEPS = 100_000
-MOST_AFTER = 40  # lines that may follow a test run's last word
-# `> [rank4]: ...` and `INFO  resume: > [rank6]: ...`: another log's lines.
-_QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
-# pytest's and unittest's last lines, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
-_PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
 _NO_ERROR = re.compile(r"\bWARN(?:ING)?\b")
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
@@ -326,7 +288,7 @@ def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
 
 def _take_sample(text: JobText, sample: list[tuple[int, str]]) -> None:
     text.weak, lines = weak_prefixes([raw for _, raw in sample], text.year)
-    text.has_quotes = 2 * sum(_QUOTE.match(line.text) is not None for line in lines) > len(lines)
+    text.caught.look_at([line.text for line in lines])
     for (number, _), line in zip(sample, lines, strict=True):
         text.take(number, line)
 

@@ -308,9 +308,8 @@ _BARE = (
     "connectFullMesh failed",
     "DistBackendError: ",
     "DistNetworkError: ",
-    "DistStoreError: ",
-    "/gloo/transport/",
-)
+    "DistStoreError: ", "/gloo/transport/",
+)  # fmt: skip
 _LAST_RULES = (
     _Rule(EventKind.OOM, OOM_WORDS, lambda text: None if is_mere_talk(text) else {}),
     _Rule(EventKind.EXCEPTION, _ABORTED[:3], _is(EventKind.EXCEPTION)),

@@ -11,8 +11,8 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.timeline import build_time_grid
 from titan_ckpt.tui.screens.grid_rows import grid_of
-from tools.hangs.random_keys import recordings, session
 from tools.paths import DATA
+from tools.random_keys import recordings, session
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -39,7 +39,7 @@ def test_every_group_of_every_recording_is_drawn() -> None:
             assert bars.codes.shape == (len(lane.members), 60)
 
 
-def test_sends_and_receives_over_time_have_the_operations_that_they_have_in_the_grid() -> None:
+def test_sends_and_receives_are_drawn_over_time() -> None:
     incident = load_incident(str(DATA / "injected" / "p2p_missing"))
     lane = incident.lanes[-1]
     assert incident.is_p2p(lane)

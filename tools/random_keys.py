@@ -1,6 +1,6 @@
 """Random keys, sizes and typed words on the screens over recorded incidents, runs and checkpoints: no key may end the program.
 
-`python -m tools.hangs.random_keys FOLDER ... --seconds 600 --seed 1`: each folder, or each folder in it, is copied first, as keys
+`python -m tools.random_keys FOLDER ... --seconds 600 --seed 1`: each folder, or each folder in it, is copied first, as keys
 may save, export or prune.
 """
 

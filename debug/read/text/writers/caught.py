@@ -1,0 +1,69 @@
+"""What a file tells of errors that ended nobody: the job went on, another log is quoted, or a test run passed."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.read.text.streams import Stream
+
+SEVERAL = 2  # steps
+MOST_STEPS = 100_000
+MOST_AFTER = 40  # lines that may follow a test run's last word
+# `> [rank4]: ...` and `INFO  resume: > [rank6]: ...`: another log's lines.
+_QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
+# pytest's and unittest's last lines, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
+_PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
+
+
+@dataclass(slots=True)
+class Caught:
+    """Of one file. `has_quotes`: lines behind `>` are no quotes in it, as most are. `passed_line`: where all tests had passed."""
+
+    has_quotes: bool = True
+    passed_line: int = 0
+    steps: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # the lines at which the job came to a new step, and these
+
+    def look_at(self, texts: Sequence[str]) -> None:
+        """Judge by the beginning of the file what `>` is."""
+        self.has_quotes = 2 * sum(_QUOTE.match(text) is not None for text in texts) > len(texts)
+
+    def is_quote(self, number: int, text: str) -> bool:
+        """Whether a line is another log's; notes the last word of a test run."""
+        if "pass" in text.lower() and _PASSED.search(text):
+            self.passed_line = number
+        return not self.has_quotes and _QUOTE.match(text) is not None
+
+    def is_test_run(self, num_lines: int) -> bool:
+        """Whether the file is what a test run wrote that passed: faults in it are its subject."""
+        return bool(self.passed_line) and num_lines - self.passed_line <= MOST_AFTER
+
+    def note_step(self, number: int, stream: Stream) -> None:
+        """Note whether the line brought the job to a new step; some lines about a step have no number."""
+        if stream.last_step_line == number and len(self.steps) < MOST_STEPS:
+            newest = self.steps[-1][1] if self.steps else -1
+            step = newest + 1 if stream.last_step is None else stream.last_step
+            if step > newest:
+                self.steps.append((number, step))
+
+    def mark(self, streams: Iterable[Stream]) -> None:
+        """Mark the exceptions before which the job came to several steps, and after which it came to more."""
+        lines = [line for line, _ in self.steps]
+        for events in (events for stream in streams for events in (stream.first, stream.last)):
+            for place, event in enumerate(events):
+                before = bisect.bisect_left(lines, event.line)
+                if event.kind == EventKind.EXCEPTION and before >= SEVERAL and len(lines) - before > SEVERAL:
+                    events[place] = replace(event, values={**event.values, "went_on": "1"})
+
+
+def mark(stream: Stream, name: str, after: int) -> None:
+    """Give the events of a stream after a line a value of that name."""
+    for events in (stream.first, stream.last):
+        for place, event in enumerate(events):
+            if event.line > after:
+                events[place] = replace(event, values={**event.values, name: "1"})
