@@ -61,11 +61,12 @@ def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
     logs = [other.log for other in run.ranks.values() if other.log] + ([run.job_log] if run.job_log else [])
     steps_at = max((log.last_step_line for log in logs if log.source == source), default=0)
     done_at = max((log.done_line for log in logs if log.source == source), default=0)
+    has_finished = run.launcher is not None and run.launcher.has_finished
 
     def is_left(event: LogEvent) -> bool:
         """A watchdog's timeout ends the process: only a later step, and no word of an end, shows that it did not."""
         at = steps_at if event.kind == EventKind.WATCHDOG else max(steps_at, done_at)
-        if event.kind == EventKind.EXCEPTION and "announced" in event.values:
+        if has_finished and event.kind == EventKind.EXCEPTION and "announced" in event.values:
             return False  # a logger wrote it, so that something caught it
         return event.source != source or event.line > at
 

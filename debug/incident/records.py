@@ -12,14 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.incident.kinds import (
-    DumpKind,
-    EventKind,
-    FlagKind,
-    OperationState,
-    RankState,
-    Subtype,
-    VerdictKind,
-)
+    DumpKind, EventKind, FlagKind, OperationState, RankState, Subtype, VerdictKind,
+)  # fmt: skip
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -269,6 +263,7 @@ class Launcher:
     first_rank: int | None = None
     num_unmoved: int = 0  # workers that SIGTERM did not end
     is_shared: bool = False
+    has_finished: bool = False  # torchrun says that its workers ended with 0; a shell's code may hide theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,7 +327,8 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             if text.endings.code is None and of_file:
                 code = 1
             return Launcher(
-                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared
+                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared,
+                has_finished=text.endings.has_finished and code == 0,
             )  # fmt: skip
     return None
 

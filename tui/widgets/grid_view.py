@@ -1,4 +1,4 @@
-"""A list on which left and right, or a click, select a column."""
+"""A list on which left and right select a column, and which tells where it was clicked."""
 
 from __future__ import annotations
 

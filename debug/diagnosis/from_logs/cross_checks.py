@@ -10,7 +10,7 @@ from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import LogEvent, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -35,8 +35,8 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
 
 
 def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
-    """Whether a logger wrote the exceptions that it is about, after which the ranks logged on, or had said that they were done;
-    and nothing shows that a process failed or waited: they may have been caught."""
+    """Whether a logger wrote the exceptions that it is about, after which the ranks logged on, or had said that they were done,
+    or the job ended with 0; and nothing shows that a process failed or waited: they may have been caught."""
     if verdict.verdict != VerdictKind.RANK_DIED or not verdict.culprits or (run.launcher and run.launcher.code):
         return False
     for rank, record in run.ranks.items():
@@ -44,8 +44,7 @@ def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
             return False
         if len(record.operations) or record.stacks or record.heartbeat is not None:
             return False  # other evidence tells
-        error = own_exception(record)
-        if rank in verdict.culprits and not (error is not None and _may_be_caught(record, error)):
+        if rank in verdict.culprits and not _may_be_caught(run, record):
             return False
     return True
 
@@ -53,10 +52,12 @@ def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
 _ENDS = (EventKind.WATCHDOG, EventKind.FATAL_SIGNAL, EventKind.KILLED, EventKind.NODE_LOST, EventKind.STORE_WAIT)
 
 
-def _may_be_caught(record: RankRecord, error: LogEvent) -> bool:
-    if "announced" not in error.values or record.log is None:
+def _may_be_caught(run: Run, record: RankRecord) -> bool:
+    error = own_exception(record)
+    if error is None or "announced" not in error.values or record.log is None:
         return False
-    return 0 < record.log.done_line < error.line or wrote_on(record, error)
+    has_ended_well = run.launcher is not None and run.launcher.code == 0
+    return has_ended_well or 0 < record.log.done_line < error.line or wrote_on(record, error)
 
 
 # What a program raises for its own mistakes, on as many ranks as have them.

@@ -126,7 +126,9 @@ class JobText:
     def close(self) -> None:
         """Mark what was told of ranks by others, who outlived it where the file goes on with steps; and the exceptions after
         which the job came to further steps. What a test run that passed wrote is its subject."""
-        if self.caught.is_test_run(self.num_lines):
+        events = (event.line for stream in self.writers.values() for event in (*stream.first, *stream.last))
+        endings = (ending.line for ending in (*self.endings.found, *self.endings.notes))
+        if self.caught.is_test_run(self.num_lines, (*events, *endings)):
             self.writers.clear()
             self.endings = Endings()
         self.caught.mark(self.writers.values())

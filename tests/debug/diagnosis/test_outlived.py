@@ -51,6 +51,37 @@ def test_a_line_that_begins_only_after_the_error_is_no_routine(tmp_path: Path) -
     assert (found.culprits, found.suspects) == ((), (0,))
 
 
+CRASHED = """\
+[rank0] 2026-11-27 01:00:09 ERROR training failed
+[rank0] Traceback (most recent call last):
+[rank0]   File "/w/train.py", line 30, in main
+[rank0]     step(x)
+[rank0] ValueError: NaN in gradients
+"""
+FINISHED = "I1127 01:00:12.0 90 torch/distributed/elastic/agent/server/api.py:932] Done waiting for other agents. Elapsed: 0.1\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict", "suspects"),
+    [("exit code: 0\n", "RANK_DIED", (0,)), (FINISHED, "HEALTHY", ())],
+)
+def test_the_code_of_a_shell_is_no_good_end_of_its_ranks(
+    end: str, verdict: str, suspects: tuple[int, ...], tmp_path: Path
+) -> None:
+    """`python train.py | tee log; echo "exit code: $?"` gives the code of `tee`; torchrun's agents meet after good ends alone."""
+    steps = "".join(f"[rank{rank}] 2026-11-27 01:00:0{n} step {n} loss 1.0\n" for n in range(1, 7) for rank in range(2))
+    (tmp_path / "job.log").write_text(steps + CRASHED + end)
+    found = diagnose(open_run(str(tmp_path)))[0]
+    assert (found.verdict, found.culprits, found.suspects) == (verdict, (), suspects)
+
+
+def test_tests_that_passed_before_a_crash_hide_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank_0.log").write_text("====== 3 passed in 1.02s ======\n[rank0] step 1\n" + CRASHED)
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (0,)
+    (tmp_path / "rank_0.log").write_text(CRASHED + "====== 3 passed in 1.02s ======\n")
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == ()
+
+
 TORCH = "/lib/python3.11/site-packages/torch/"
 
 

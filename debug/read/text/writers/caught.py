@@ -15,19 +15,18 @@ MOST_STEPS = 100_000
 MOST_AFTER = 40  # lines that may follow a test run's last word
 # `> [rank4]: ...` and `INFO  resume: > [rank6]: ...`: another log's lines.
 _QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
-# pytest's and unittest's last lines, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
+# pytest's last line, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
 _PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
 
 
 @dataclass(slots=True)
 class Caught:
-    """Of one file. `has_quotes`: lines behind `>` are no quotes in it, as most are. `passed_line`: where all tests had passed."""
+    """Of one file. `has_quotes`: lines behind `>` are no quotes in it, as most are. `passed_line`: where all tests had passed.
+    `steps`: the lines at which the job came to a new step, and these."""
 
     has_quotes: bool = True
     passed_line: int = 0
-    steps: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # the lines at which the job came to a new step, and these
+    steps: list[tuple[int, int]] = field(default_factory=list)
 
     def look_at(self, texts: Sequence[str]) -> None:
         """Judge by the beginning of the file what `>` is."""
@@ -39,9 +38,10 @@ class Caught:
             self.passed_line = number
         return not self.has_quotes and _QUOTE.match(text) is not None
 
-    def is_test_run(self, num_lines: int) -> bool:
-        """Whether the file is what a test run wrote that passed: faults in it are its subject."""
-        return bool(self.passed_line) and num_lines - self.passed_line <= MOST_AFTER
+    def is_test_run(self, num_lines: int, faults: Iterable[int]) -> bool:
+        """Whether the file is what a test run wrote that passed: then faults, at lines before its end, are its subject."""
+        is_last = self.passed_line > 0 and num_lines - self.passed_line <= MOST_AFTER
+        return is_last and max(faults, default=0) < self.passed_line
 
     def note_step(self, number: int, stream: Stream) -> None:
         """Note whether the line brought the job to a new step; some lines about a step have no number."""
