@@ -12,7 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.incident.kinds import (
-    DumpKind, EventKind, FlagKind, OperationState, RankState, Subtype, VerdictKind,
+    DumpKind,
+    EventKind,
+    FlagKind,
+    OperationState,
+    RankState,
+    Subtype,
+    VerdictKind,
 )  # fmt: skip
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -23,10 +29,10 @@ SEND, RECV = 1, 2
 MAX_RANK = 131_072  # a larger number in a file is damage
 Splits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # elements sent to, and expected of, each member of a group
 
-# One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names.
-# `seq` counts collectives per group, P2P per pair. `p2p` is 0, SEND or RECV; `peer` is a global rank (-1: unknown): of P2P
-# the other half, of a collective its root.
-# `retired`: the work object is gone. That is all gloo records, and it holds after a failure too. Times are 0 if unknown.
+# One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names. `seq` counts collectives per
+# group, P2P per pair. `p2p` is 0, SEND or RECV; `peer` is a global rank (-1: unknown): of P2P the other half, of a collective
+# its root. `retired`: the work object is gone. That is all gloo records, and it holds after a failure too. Times are 0 if
+# unknown.
 OPERATION = np.dtype(
     [
         ("group", "i4"), ("seq", "i4"), ("op", "i2"), ("p2p", "i1"), ("state", "i1"), ("retired", "?"),
@@ -268,9 +274,8 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One incident of one job. `wrappers` are lines (file, line) of the program that issue several kinds of operations:
-    helpers around torch.distributed, never the line to blame. `job_log` holds what no rank is known to have written:
-    schedulers, kernels, a console without prefixes. `read_ns`: when the evidence was read (0: not known)."""
+    """One incident of a job. `wrappers`: lines (file, line) of helpers around torch.distributed, never to blame. `job_log`: what
+    no rank is known to have written (schedulers, kernels, consoles). `read_ns`: when the evidence was read (0: not known)."""
 
     url: str
     incident: str

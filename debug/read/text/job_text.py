@@ -127,8 +127,8 @@ class JobText:
         """Mark what was told of ranks by others, who outlived it where the file goes on with steps; and the exceptions after
         which the job came to further steps. What a test run that passed wrote is its subject."""
         events = (event.line for stream in self.writers.values() for event in (*stream.first, *stream.last))
-        endings = (ending.line for ending in (*self.endings.found, *self.endings.notes))
-        if self.caught.is_test_run(self.num_lines, (*events, *endings)):
+        ends = (*(ending.line for ending in self.endings.found), *(note.line for note in self.endings.notes))
+        if self.caught.is_test_run(self.num_lines, (*events, *ends)):
             self.writers.clear()
             self.endings = Endings()
         self.caught.mark(self.writers.values())
