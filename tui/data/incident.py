@@ -20,7 +20,7 @@ from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
-from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
@@ -332,20 +332,19 @@ def first_error(incident: Incident) -> LogEvent | None:
 
     Errors of the verdict's culprits take precedence, since clocks differ.
     """
-    logs = [record.log for record in incident.run.ranks.values() if record.log is not None]
-    own = [event for log in logs for event in _own_errors(log)]
-    own = [event for event in own if not logged_on(incident.run.ranks[event.rank], event)]
+    records = [record for record in incident.run.ranks.values() if record.log is not None]
+    own = [event for record in records for event in _own_errors(record) if not logged_on(record, event)]
     blamed = [event for event in own if event.rank in incident.top.culprits]
     return min(blamed or own, key=lambda event: (event.time_s is None, event.time_s or 0.0, event.rank), default=None)
 
 
-def _own_errors(log: RankLog) -> list[LogEvent]:
-    """Primary errors of a log. An abort after a communication error is a consequence of it."""
-    kinds = [event.kind for event in log.events]
+def _own_errors(record: RankRecord) -> list[LogEvent]:
+    """Primary errors of a rank's log. An abort after a communication error is a consequence of it."""
+    kinds = [event.kind for event in record.events]
     first_comm = next((i for i, kind in enumerate(kinds) if kind.is_communication), len(kinds))
     return [
         event
-        for i, event in enumerate(log.events)
+        for i, event in enumerate(record.events)
         if event.kind in OWN_ERRORS and not (event.kind == EventKind.FATAL_SIGNAL and i > first_comm)
     ]
 
