@@ -370,7 +370,7 @@ class TitanApp(App[None]):
         self._paint_status()
 
     def _paint_status(self) -> None:
-        if self.prompt.is_open:
+        if not self.query(Prompt) or self.prompt.is_open:  # there is none any more while the program ends
             return
         is_following = self.session.is_following
         reading = [] if is_following else self._loader.reading

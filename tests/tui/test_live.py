@@ -186,3 +186,14 @@ def test_an_unreadable_folder_is_one_clear_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("titan_ckpt.tui.data.content.evidence_files", refuse)
     with pytest.raises(StoreError, match=r"Permission denied .*private.*; open a folder"):
         find_content(str(tmp_path))
+
+
+async def test_what_ends_while_the_program_ends_is_not_shown(tmp_path: Path) -> None:
+    """The folder of a followed run is gone, the program is closed, and only then the look ends."""
+    shutil.copytree(DATA / "run", tmp_path / "run")
+    app = TitanApp(find_content(str(tmp_path / "run")))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await app.screen.query("*").remove()
+        app.show_status("not reloaded: it is gone")
+        assert not app.query("Prompt")
