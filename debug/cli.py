@@ -13,6 +13,7 @@ from titan_ckpt.console.command import Command, CommandParser, Parser
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import write_json, write_note, write_text
 from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, write_marked, write_picture
+from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.looks_well import went_on
@@ -30,6 +31,7 @@ from titan_ckpt.errors import TitanError, UsageError
 
 SECOND_LOOK_S = 10.0
 TICKING_S = 5.0
+LONG_BYTES = 16 << 20  # about a second's reading
 VERBS = ("collect", "inject", "watch")
 _EPILOG = """\
   titan-ckpt debug PATH [OPTIONS]         diagnose a run, an incident folder, or any folder of dumps and logs;
@@ -167,18 +169,29 @@ def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse
         write_note(f"wrote {arguments.perfetto}{more}; open it in ui.perfetto.dev or chrome://tracing")
 
 
+def _read(path: str, incident: str | None = None) -> Run:
+    """The evidence; a long reading shows how far it is."""
+    with ProgressLine("reading") as progress:
+
+        def show(read_bytes: int, total_bytes: int) -> None:
+            if total_bytes >= LONG_BYTES:
+                progress.show(read_bytes, total_bytes)
+
+        return open_run(path, incident=incident, on_read=show)
+
+
 def _look(path: str) -> tuple[Run, list[Verdict]]:
     """The evidence and its verdicts; of a job that may go on, after a second look at what its recorders write meanwhile.
 
     A rank that was starved of its processor for seconds looks stuck or frozen, and runs again at the second look.
     """
-    evidence = open_run(path)
+    evidence = _read(path)
     verdicts = diagnose(evidence)
     if verdicts[0].verdict not in _OF_A_MOMENT or not _is_ticking(evidence):
         return evidence, verdicts
     write_note(f"the job may go on: looking again in {SECOND_LOOK_S:.0f} s")
     time.sleep(SECOND_LOOK_S)
-    evidence = open_run(path)
+    evidence = _read(path)
     return evidence, diagnose(evidence)
 
 
@@ -222,10 +235,10 @@ def _diagnose_all(arguments: argparse.Namespace) -> int:
     path, as_text = arguments.path, not arguments.json
     codes = {0}
     reports: list[dict[str, Any]] = []
-    newest = open_run(path)
+    newest = _read(path)
     for incident in newest.incidents or (newest.incident,):
         try:
-            evidence = newest if incident == newest.incident else open_run(path, incident=incident)
+            evidence = newest if incident == newest.incident else _read(path, incident)
         except TitanError as error:
             text, report = f"nothing readable: {error}", {"incident": incident, "error": str(error)}
             codes.add(1)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import string
 import sys
 from collections.abc import Iterator
@@ -126,9 +127,21 @@ def _show(content: Content, arguments: argparse.Namespace) -> int:
     lightness, typed = ask_background()
     theme, driver = arguments.theme or fitting_theme(lightness), driver_after(typed)
     app = TitanApp(content, first_screen=arguments.screen, theme=theme, driver_class=driver)
-    with logs_on_bottom_line(app):
+    with logs_on_bottom_line(app), hangup_as_end():
         app.run()
     return app.return_code or 0
+
+
+@contextlib.contextmanager
+def hangup_as_end() -> Iterator[None]:
+    """Let SIGHUP end the screens as SIGTERM does, so that the terminal, if it is still there, is set back; `nohup` stays."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextlib.contextmanager

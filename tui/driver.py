@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import re
 import select
@@ -85,7 +85,8 @@ class TerminalDriver(LinuxDriver):
         if not is_up:
             super()._sigcont_application()
         elif self._auto_restart and self._has_terminal():
-            asyncio.get_running_loop().call_soon_threadsafe(self._begin_again)  # a signal interrupts what holds locks
+            with contextlib.suppress(RuntimeError):  # the loop has ended: the terminal is gone
+                self._loop.call_soon_threadsafe(self._begin_again)  # a signal interrupts what holds locks
 
     def _begin_again(self) -> None:
         """Set the terminal up and paint anew: a shell has used it meanwhile."""

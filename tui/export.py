@@ -31,7 +31,9 @@ def export_report(incident: Incident, now_s: float, path: str) -> str:
     """
     write = _WRITERS.get(os.path.splitext(path)[1].lower())
     if write is None:
-        raise UsageError(f"{path}: give a name that ends with {', '.join(_WRITERS)}; nothing was written")
+        raise UsageError(
+            f"{f'{path}: ' if path else ''}give a name that ends with {', '.join(_WRITERS)}; nothing was written"
+        )
     try:
         write(incident, os.path.expanduser(path), now_s)
     except AlreadyExistsError as error:

@@ -59,7 +59,7 @@ def _link_to_step(session: Session, step: int) -> RowLink | None:
     if metrics is not None and len(metrics.steps) and metrics.steps[0] <= step <= metrics.steps[-1]:
         return RowLink(screen=8, step=step)
     incident = session.incident.value
-    is_logged = incident is not None and session.logs.value is not None and incident.time_of_step(step) is not None
+    is_logged = incident is not None and session.logs.value is not None and incident.logged_step(step) is not None
     return RowLink(screen=5, step=step) if is_logged else None
 
 

@@ -61,10 +61,10 @@ def _export(app: TitanApp, size: tuple[int, int]) -> str:
 
 
 async def settled(app: TitanApp, pilot: Pilot[None]) -> None:
-    """Wait until all loading and computing is done and painted."""
+    """Wait until all loading and computing is done and painted, or the program has ended by an error."""
     await _drained(pilot)
     has_waited = False
-    while not app.is_settled:
+    while app.is_running and not app.is_settled:
         await asyncio.sleep(_POLL_S)
         has_waited = True
     if has_waited:

@@ -10,6 +10,7 @@ from typing import Any
 from textual.app import App
 from textual.message import Message
 
+from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 
 
@@ -30,6 +31,25 @@ class TaskOutput(Message):
 
     value: Any
     show: Callable[[Any], None]
+
+
+class ByteProgress:
+    """Tells how much of a long read is done, at each percent."""
+
+    def __init__(self, tell: Callable[[str], object], total_bytes: int = 0) -> None:
+        self._tell, self._total, self._read, self._percent = tell, total_bytes, 0, -1
+
+    def add(self, size_bytes: int) -> None:
+        """Add bytes that were read."""
+        self.show(self._read + size_bytes, self._total)
+
+    def show(self, read_bytes: int, total_bytes: int) -> None:
+        """Set how many bytes were read, and of how many."""
+        self._read, self._total = min(read_bytes, total_bytes), total_bytes
+        percent = 100 * self._read // max(total_bytes, 1)
+        if percent > self._percent:
+            self._percent = percent
+            self._tell(f"{format_size(self._read)} of {format_size(total_bytes)} ({percent}%)")
 
 
 def start(

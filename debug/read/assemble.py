@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -86,6 +86,9 @@ class RunEvidence:
     host_of_file: dict[int, str] = field(default_factory=dict)
     pid_of_file: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
+    on_bytes: Callable[[int], object] = lambda _: (
+        None
+    )  # called with the bytes of each file, or piece of one, that was read
 
     def __post_init__(self) -> None:
         self.boxes = BoxReader(self.interner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.attempts import EARLIER, earlier_attempt, earlier_attempts
@@ -182,11 +182,16 @@ CHUNK = 1 << 20
 MAX_LOG_BYTES = 64 << 30  # unpacked
 
 
-def log_chunks(store: Store, file: EvidenceFile) -> Iterator[tuple[bytes, bool]]:
-    """A log of any length, unpacked, in chunks; True for those between its head and its tail. Holds TAIL_OF_LOG at most."""
+def log_chunks(
+    store: Store, file: EvidenceFile, on_bytes: Callable[[int], object] = lambda _: None
+) -> Iterator[tuple[bytes, bool]]:
+    """A log of any length, unpacked, in chunks; True for those between its head and its tail. Holds TAIL_OF_LOG at most.
+
+    `on_bytes` is called with the bytes of each piece of the file that was read.
+    """
     held: deque[bytes] = deque()
     head = size = 0
-    parts = _raw_chunks(store, file)
+    parts = _raw_chunks(store, file, on_bytes)
     for chunk in unpacked(file.path, parts, packed_bytes=file.size_bytes, most_bytes=MAX_LOG_BYTES):
         if head < HEAD_OF_LOG:
             head += len(chunk)
@@ -201,6 +206,8 @@ def log_chunks(store: Store, file: EvidenceFile) -> Iterator[tuple[bytes, bool]]
         yield chunk, False
 
 
-def _raw_chunks(store: Store, file: EvidenceFile) -> Iterator[bytes]:
+def _raw_chunks(store: Store, file: EvidenceFile, on_bytes: Callable[[int], object]) -> Iterator[bytes]:
     for start in range(0, file.size_bytes, CHUNK):
-        yield store.read(file.path, start, min(CHUNK, file.size_bytes - start))
+        size_bytes = min(CHUNK, file.size_bytes - start)
+        yield store.read(file.path, start, size_bytes)
+        on_bytes(size_bytes)

@@ -45,6 +45,7 @@ class _Part:
     processes: list[ProcessStacks]
     pid_of_file: dict[int, int]
     num_evidence: int
+    size_bytes: int  # of the files of which all was read
     again: list[EvidenceFile]  # which turned out to hold more than text: for the one process that knows all dumps
 
 
@@ -61,6 +62,7 @@ def read_texts(evidence: RunEvidence, files: Sequence[EvidenceFile], read: Read)
         with multiprocessing.get_context("fork").Pool(count, _prepare, (evidence, read)) as pool:
             for part in pool.imap(_read_share, shares):
                 _join(evidence, part)
+                evidence.on_bytes(part.size_bytes)
                 for file in part.again:
                     read(evidence, file)
 
@@ -106,7 +108,7 @@ def _read_share(files: Sequence[EvidenceFile]) -> _Part:
             _join(own, _part(found))
         else:
             again.append(file)
-    return _part(own, again)
+    return _part(own, again, size_bytes=sum(file.size_bytes for file in files if file not in again))
 
 
 def _is_text(found: RunEvidence) -> bool:
@@ -124,10 +126,11 @@ def _recorded() -> int:
     return _work[0].recorded_ranks
 
 
-def _part(found: RunEvidence, again: Sequence[EvidenceFile] = ()) -> _Part:
+def _part(found: RunEvidence, again: Sequence[EvidenceFile] = (), *, size_bytes: int = 0) -> _Part:
     return _Part(
         texts=found.texts, ranks=dict(found.ranks), flags=found.flags, progress=found.progress, processes=found.processes,
-        pid_of_file=found.pid_of_file, num_evidence=found.num_evidence, again=list(again),
+        pid_of_file=found.pid_of_file, num_evidence=found.num_evidence, size_bytes=size_bytes,
+        again=list(again),
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from titan_ckpt.debug.incident.black_box import HEADER_BYTES, MAGIC, read_heartbeat
@@ -63,6 +63,8 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
+OnRead = Callable[[int, int], object]  # bytes that are read, bytes to read
+
 
 def open_run(
     url: StrPath,
@@ -70,23 +72,25 @@ def open_run(
     store: Store | None = None,
     incident: str | None = None,
     storage_options: Options = None,
+    on_read: OnRead | None = None,
 ) -> Run:
     """Read the newest incident at `url`: a run, an incident folder, a bare folder of dumps or logs, or one dump file.
 
     `Run.incidents` names the incidents where there are several, oldest first; `incident` chooses one of them.
-    Archives there are read as if they were unpacked. NotFoundError if nothing is there, TitanError if nothing there is evidence.
+    Archives there are read as if they were unpacked. `on_read` is called with the bytes that are read and their total, in step
+    with the reading. NotFoundError if nothing is there, TitanError if nothing there is evidence.
     """
     with using(storage_options, url if store is None else store):
         store, only = _open(url, store)
     place, found, packed = _look(store, only, incident)
     if not packed:
-        return _read_run(RunEvidence(store=store), place, found, only)
+        return _read_run(RunEvidence(store=store), place, found, only, on_read=on_read)
     flags: list[Flag] = []
     has_others = any(not is_archive(file.path) for file in found)
     with unpacked_archives(store, packed, flags, is_only=only is not None, has_others=has_others) as inside:
         place, found = _evidence(inside, None, incident)
         loose = [file for file in found if not is_archive(file.path)]
-        return _read_run(RunEvidence(store=inside, flags=flags), place, loose)
+        return _read_run(RunEvidence(store=inside, flags=flags), place, loose, on_read=on_read)
 
 
 def _look(
@@ -111,7 +115,12 @@ def _evidence(store: Store, only: str | None, incident: str | None) -> tuple[Inc
 
 
 def _read_run(
-    evidence: RunEvidence, place: IncidentFolders, found: Sequence[EvidenceFile], only: str | None = None
+    evidence: RunEvidence,
+    place: IncidentFolders,
+    found: Sequence[EvidenceFile],
+    only: str | None = None,
+    *,
+    on_read: OnRead | None = None,
 ) -> Run:
     with no_gc():
         keep = _operations_per_box(found)
@@ -119,7 +128,9 @@ def _read_run(
         together = MOST_OPERATIONS // max(keep, 1)
         for start in range(0, len(tails), together):
             _read_tails(evidence, tails[start : start + together], keep)
-        rest = (file for file in found if not (keep and file.path.endswith(".box")))
+        rest = [file for file in found if not (keep and file.path.endswith(".box"))]
+        if on_read is not None:
+            evidence.on_bytes = _counted(on_read, sum(file.size_bytes for file in rest))
         _read_all(evidence, sorted(rest, key=_reading_order))
         if not evidence.num_evidence:
             evidence.has_notes_only = True
@@ -129,6 +140,17 @@ def _read_run(
         if evidence.num_evidence == 0:
             raise _nothing(evidence, place.folders, only)
         return assemble(evidence, place.incident, place.incidents)
+
+
+def _counted(on_read: OnRead, total_bytes: int) -> Callable[[int], None]:
+    done = 0
+
+    def on_bytes(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        on_read(done, total_bytes)
+
+    return on_bytes
 
 
 _ONE = IncidentFolders(incident="", folders=("",), incidents=())
@@ -216,6 +238,7 @@ def _read(evidence: RunEvidence, file: EvidenceFile, fetch: Fetch | None = None)
             stream_text(evidence, file)
         else:
             _take(evidence, file, fetch() if fetch else read_evidence_file(evidence.store, file))
+            evidence.on_bytes(file.size_bytes)
     except _DAMAGE as error:
         _flag(evidence, file, error)
 

@@ -71,7 +71,7 @@ def is_streamed(file: EvidenceFile) -> bool:
 
 def stream_text(evidence: RunEvidence, file: EvidenceFile) -> None:
     """Read a log of any length."""
-    chunks = as_utf8(log_chunks(evidence.store, file))
+    chunks = as_utf8(log_chunks(evidence.store, file, evidence.on_bytes))
     first = next(chunks, (b"", False))
     if is_inspector(first[0][:_HEAD]):
         take_progress(evidence, file, (chunk for chunk, _ in chain([first], chunks)))

@@ -8,6 +8,7 @@ import os
 import pty
 import select
 import shlex
+import signal
 import struct
 import subprocess
 import sys
@@ -56,6 +57,11 @@ def wait_until(terminal: Terminal, is_so: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline, screen
 
 
+def _hear_hangups() -> None:
+    """Of tests that run under `nohup` a program would inherit that it ignores SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class PseudoTerminal:
     """A pty that is the program's controlling terminal; pyte emulates the screen."""
 
@@ -66,7 +72,9 @@ class PseudoTerminal:
         self._set_size(80, 24)
         # A session leader that opens a terminal gets it as its controlling one, and so receives SIGWINCH.
         shell = ["sh", "-c", 'exec <"$0" >"$0" 2>&1; exec "$@"', os.ttyname(slave), *command]
-        self.process = subprocess.Popen(shell, start_new_session=True, cwd=folder, env=environment)
+        self.process = subprocess.Popen(
+            shell, start_new_session=True, cwd=folder, env=environment, preexec_fn=_hear_hangups
+        )
         self._slave = slave
 
     def text(self) -> str:
@@ -103,7 +111,13 @@ class PseudoTerminal:
             self.process.kill()
             self.process.wait()
         os.close(self._slave)
+        if self._master >= 0:
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the terminal: the kernel sends the program SIGHUP, then SIGCONT."""
         os.close(self._master)
+        self._master = -1
 
 
 class Tmux:

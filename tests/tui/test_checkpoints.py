@@ -112,8 +112,8 @@ async def test_runs_in_folders_of_folders_are_listed_and_opened(runs: Path) -> N
         async with app.run_test(size=(80, 24)) as pilot:
             listed = await press(app, pilot, "7")
             assert [line.strip(" ▸").split()[0] for line in lines_with(listed, " 10 ")] == names
-            assert "notes" not in listed
-            await press(app, pilot, "G enter")
+            assert ("1 deeper folder not looked at, such as project/notes/a/b" in listed) == (place == team)
+            await press(app, pilot, " ".join(["j"] * (len(names) - 1) + ["enter"]))
             assert "step 10 · mesh" in await press(app, pilot, "enter")
 
 

@@ -45,7 +45,9 @@ async def test_a_slow_job_that_ended_well_does_not_look_hung() -> None:
     found = await screens_of("straggler", "123456")
     assert found.pop("role") == "warn"
     for text in found.values():
-        assert "STRAGGLER · rank 1 · slow, not stuck · ended 2026-11-21 02:15:43 UTC" in text
+        assert (
+            "STRAGGLER · rank 1 · slow, not stuck · confidence 90% (recorded) · ended 2026-11-21 02:15:43 UTC" in text
+        )
         for word in ("faults.py:278", "stopped 2026", "stuck for", "absent", "wait from here", "holds up"):
             assert word not in text, (word, text)
     assert "ranks 0,2-3 waited for rank 1" in found["1"]
@@ -181,9 +183,21 @@ def test_what_to_do_has_the_ready_command(case: str) -> None:
 
 def test_the_bar_says_when_and_how_sure() -> None:
     killed = standing(load_incident(str(INCIDENTS / "sigkill")), NOW_S).facts
-    assert killed[-2:] == ("stopped 2026-11-21 02:08:11 UTC", "confidence 95% (recorded)")
+    assert killed[-2:] == ("confidence 95% (recorded)", "stopped 2026-11-21 02:08:11 UTC")
     stuck = standing(load_incident(str(INCIDENTS / "chain")), NOW_S).facts
     assert "stuck for 26.0 s" in stuck  # by the newest line of a log; the recorders saw 10 ms of it
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (38, "SKIPPED_COLLECTIVE · rank 2 · 95%"),
+        (78, "SKIPPED_COLLECTIVE · rank 2 · stuck 14.0 s · faults.py:122 · pid 12838 · 95%"),
+        (118, "SKIPPED_COLLECTIVE · rank 2 · stuck for 14.0 s · faults.py:122 · pid 12838 · confidence 95% (recorded)"),
+    ],
+)
+def test_the_bar_has_room_for_how_sure_it_is(width: int, text: str) -> None:
+    assert standing(load_incident(str(INCIDENTS / "skip")), NOW_S).text(width) == text
 
 
 async def test_a_recording_that_has_ended_cannot_be_followed() -> None:

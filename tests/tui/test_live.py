@@ -74,7 +74,7 @@ async def test_the_bar_of_a_live_job_says_when_it_was_looked_at(
     beat = Heartbeat(step=7, phase="forward", phase_ns=int(NOW_S * 1e9), alive_ns=int(NOW_S * 1e9), source="")
     ranks = {rank: replace(record, heartbeat=beat) for rank, record in finished.run.ranks.items()}
     live = replace(finished, run=replace(finished.run, ranks=ranks))
-    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_: live)
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: live)
     now = [NOW_S]
     app = TitanApp(find_content(str(DATA / "run")), clock=lambda: now[0])
     async with app.run_test(size=(100, 30)) as pilot:

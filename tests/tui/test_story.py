@@ -109,7 +109,7 @@ async def test_a_live_job_is_judged_again_and_one_look_accuses_nobody(
     healthy = Verdict(verdict=VerdictKind.HEALTHY)
     passing = Verdict(verdict=VerdictKind.STUCK_ON_CPU, culprits=(0,), confidence=0.5)
     looks_at: Iterator[Incident] = iter([live(skip, healthy), live(skip, passing), live(skip), live(skip), live(skip)])
-    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_: next(looks_at))
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: next(looks_at))
     monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)
     app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
     bars, firsts = [], []

@@ -270,6 +270,24 @@ def test_a_program_stopped_from_outside_goes_on_and_ends(tmp_path: Path) -> None
         assert terminal.ended_with() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_that_ends_the_program_sets_the_terminal_back(number: signal.Signals, tmp_path: Path) -> None:
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        terminal.process.send_signal(number)
+        wait_until(terminal, lambda: b"\x1b[?1049l" in terminal.raw)
+        assert terminal.ended_with() == 130
+
+
+def test_the_end_of_the_terminal_ends_the_program(tmp_path: Path) -> None:
+    with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:
+        assert isinstance(terminal, PseudoTerminal)
+        see(terminal, "[1 Overview]")
+        terminal.hang_up()
+        assert terminal.process.wait(10) == 130
+
+
 def test_ctrl_z_stops_nothing_that_nobody_can_continue(tmp_path: Path) -> None:
     """As the only program of a container or of `ssh host titan-ckpt tui`."""
     with opened("pty", INCIDENTS / "skip", tmp_path) as terminal:

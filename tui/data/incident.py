@@ -22,7 +22,7 @@ from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
-from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
 from titan_ckpt.tui.data.grid import (
@@ -151,11 +151,11 @@ class Incident:
         """Name of a lane, which no other one has."""
         return next(name for name, other in zip(self.names, self.lanes, strict=True) if other is lane)
 
-    def time_of_step(self, step: int) -> float | None:
-        """When a log names a training step, in seconds since the epoch: the log of a rank at fault, else the first that does."""
-        order = (*self.top.culprits, *self.run.ranks)
-        logs = (self.run.ranks[rank].log for rank in order if rank in self.run.ranks)
-        return next((log.step_times[step] for log in logs if log is not None and step in log.step_times), None)
+    def logged_step(self, step: int) -> tuple[int, float] | None:
+        """The rank whose log names a training step, and when, in seconds since the epoch: a rank at fault, else the first."""
+        order = (rank for rank in (*self.top.culprits, *self.run.ranks) if rank in self.run.ranks)
+        logs = ((rank, self.run.ranks[rank].log) for rank in order)
+        return next(((rank, log.step_times[step]) for rank, log in logs if log and step in log.step_times), None)
 
     def is_past(self, ranks: Iterable[int]) -> bool:
         """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
@@ -282,9 +282,9 @@ class Incident:
         return replace(self, is_unconfirmed=not is_same)
 
 
-def load_incident(url: str, incident: str | None = None) -> Incident:
+def load_incident(url: str, incident: str | None = None, *, on_read: OnRead | None = None) -> Incident:
     """Read and diagnose the newest incident, or the one of that name; raises TitanError if there is no evidence."""
-    return diagnosed(with_stopped(open_run(url, incident=incident), url, time.time()))
+    return diagnosed(with_stopped(open_run(url, incident=incident, on_read=on_read), url, time.time()))
 
 
 def diagnosed(run: Run) -> Incident:

@@ -6,7 +6,7 @@ Ten million lines take about 130 MB: 13 bytes per line.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -132,12 +132,14 @@ def _redacted(data: bytes) -> str:
     return redact_text(data.decode("utf-8", "replace"))
 
 
-def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
-    """Index all files, or only the first `head_bytes` of each."""
+def load_logs(
+    files: LogFiles, *, head_bytes: int | None = None, on_bytes: Callable[[int], object] = lambda _: None
+) -> LogIndex:
+    """Index all files, or only the first `head_bytes` of each; `on_bytes` is called with the bytes of each piece."""
     parts, problems, ends = [], [], np.zeros(len(files.files), np.int64)
     for i, file in enumerate(files.files):
         try:
-            lines, ends[i] = index_file(files, i, stop=head_bytes)
+            lines, ends[i] = index_file(files, i, stop=head_bytes, on_bytes=on_bytes)
             parts.append(lines)
         except (OSError, TitanError) as error:
             problems.append((file.path, str(error)))
@@ -153,7 +155,14 @@ def load_logs(files: LogFiles, *, head_bytes: int | None = None) -> LogIndex:
 NOTHING = Lines(start=np.zeros(0, np.int64), time_ms=np.zeros(0, np.int64), level=np.zeros(0, np.uint8))
 
 
-def index_file(files: LogFiles, index: int, *, begin: int = 0, stop: int | None = None) -> tuple[Lines, int]:
+def index_file(
+    files: LogFiles,
+    index: int,
+    *,
+    begin: int = 0,
+    stop: int | None = None,
+    on_bytes: Callable[[int], object] = lambda _: None,
+) -> tuple[Lines, int]:
     """Index a file from byte `begin`; returns its lines, with unknown times not filled in, and the end offset."""
     size = files.size(index)
     stop = size if stop is None else min(size, stop)
@@ -167,6 +176,7 @@ def index_file(files: LogFiles, index: int, *, begin: int = 0, stop: int | None 
             data = data[:cut]
         parts.append(scan(data, at) if starts_line(files, index, at) else _without_first(scan(data, at)))
         at += len(data)
+        on_bytes(len(data))
     if not parts:
         return NOTHING, begin
     return (parts[0] if len(parts) == 1 else _joined(parts)), at

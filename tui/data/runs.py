@@ -290,6 +290,14 @@ class RunSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Runs:
+    """The runs of a folder, and the folders that were not looked at, as they are too deep or too many."""
+
+    found: tuple[RunSummary, ...]
+    unseen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Folder:
     """A folder below one of runs: whether it is a run, the folders in it, the error if it could not be listed."""
 
@@ -304,14 +312,15 @@ def holds_runs(store: Store, folders: Sequence[str], depth: int = 1) -> bool:
     return any(folder.is_run for level in _levels(store, folders[:_LOOKED_AT], _LOOKED_AT, depth) for folder in level)
 
 
-def load_runs(store: Store) -> tuple[RunSummary, ...]:
+def load_runs(store: Store) -> Runs:
     """Summaries of the runs in `store`, also of those in folders of folders; the one with the newest checkpoint first."""
     folders = [folder for level in _levels(store, store.folders(), _MOST_FOLDERS, DEPTH) for folder in level]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
         found = [*pool.map(lambda folder: _summary(store, folder), (f for f in folders if f.is_run or f.problem))]
     found.sort(key=lambda run: run.name)
     found.sort(key=lambda run: run.newest.commit.created if run.newest and run.newest.commit else "", reverse=True)
-    return tuple(found)
+    below = (f"{folder.name}/{name}" for folder in folders if not folder.is_run for name in folder.below)
+    return Runs(found=tuple(found), unseen=tuple(sorted({*below} - {folder.name for folder in folders})))
 
 
 def _levels(store: Store, folders: Sequence[str], most: int, depth: int) -> Iterator[list[_Folder]]:

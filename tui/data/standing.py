@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from signal import Signals
 
@@ -16,6 +17,7 @@ from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S, _RECENT_S = 30.0, 3600.0
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
+_SURE = "confidence "
 _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
 
 
@@ -35,13 +37,33 @@ class Standing:
         return replace(self, role=role, facts=(*self.facts, counted(num_damaged, "damaged step")))
 
     def text(self, width: int) -> str:
-        """As many facts as fit."""
-        text = self.word
-        for fact in self.facts:
-            short = fact.partition(" (")[0]  # without the words for how sure
-            shown = next((each for each in (fact, short) if len(text) + len(each) + 3 <= width), "")
-            text = f"{text} · {shown}" if shown else text
-        return truncate(text, width)
+        """As many facts as fit: the first two, how sure it is, then the others; what comes after the confidence only if that
+        is whole."""
+        places = range(len(self.facts))
+        sure = next((i for i in places if self.facts[i].startswith(_SURE)), len(places))
+        kept: dict[int, str] = {}
+
+        def line(more: Mapping[int, str]) -> str:
+            found = {**kept, **more}
+            return " · ".join([self.word, *(found[i] for i in places if i in found)])
+
+        for some in (sorted(places[: sure + 1], key=lambda i: 2 <= i < sure), places[sure + 1 :]):
+            for i in some:
+                short = _forms(self.facts[i])[-1]
+                kept |= {i: short} if len(line({i: short})) <= width else {}
+            for i in [i for i in some if i in kept]:
+                kept[i] = next(form for form in _forms(self.facts[i]) if len(line({i: form})) <= width)
+        return truncate(line({}), width)
+
+
+def _forms(fact: str) -> tuple[str, ...]:
+    """What a fact can be written as, longest first.
+
+    >>> _forms("confidence 90% (recorded)")
+    ('confidence 90% (recorded)', 'confidence 90%', '90%')
+    """
+    bare = fact.partition(" (")[0]
+    return fact, bare, bare.removeprefix(_SURE).replace("stuck for ", "stuck ")
 
 
 def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
@@ -100,8 +122,7 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     facts += [lines.pop()] if len(lines) == 1 else []
     facts += [process_text(incident, named[0])] if len(named) == 1 else []
     if top.verdict not in NO_FAULT:
-        sure, stop = f"confidence {top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)
-        facts += [sure, stop] if stuck and not incident.is_slow else [stop, sure]
+        facts += [f"{_SURE}{top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)]
     return tuple(fact for fact in facts if fact)
 
 
@@ -109,7 +130,7 @@ def _subtype_text(incident: Incident) -> str:
     """The kind of the fault, of a killed process the signal."""
     top = incident.top
     dead = incident.run.ranks.get(top.culprits[0]) if top.culprits and top.subtype == Subtype.SIGNAL else None
-    return exit_text(dead.exit) if dead is not None and dead.exit is not None else str(top.subtype)
+    return exit_text(dead.exit) if dead is not None and dead.exit is not None else top.subtype.replace("_", " ")
 
 
 def stop_text(incident: Incident) -> str:

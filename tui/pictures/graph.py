@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, TextSpan, ranks_text, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, TextSpan, piece, ranks_named, ranks_text, row, truncate
 
 _MOST_LINES, _MOST_DEPTH, _FEW_LEAVES = 40, 12, 4
 _CULPRIT = re.compile(rf"{CULPRIT}\d+")
@@ -24,14 +24,27 @@ def graph_rows(incident: Incident, edges: Sequence[Edge], width: int) -> Iterato
     roots = sorted((rank for rank in waiters if rank not in waiting), key=lambda rank: (rank not in culprits, rank))
     cycle_roots = sorted((rank for rank in waiters if rank in waiting), key=lambda rank: (rank not in culprits, rank))
     drawn: set[int] = set()
-    lines: list[str] = []
+    lines: list[tuple[str, str]] = []
     for root in [*roots, *cycle_roots]:
         if root not in drawn and len(lines) < _MOST_LINES:
-            lines += [*_draw(root, waiters, culprits, drawn, 0)[0], ""]
-    for line in lines[:_MOST_LINES]:
-        yield row(*_coloured(truncate(line, width)))
+            before = set(drawn)
+            drawing = _draw(root, waiters, culprits, drawn, 0)[0]
+            words = _in_words(incident, waiters, drawn - before)
+            lines += [*((line, words) for line in drawing), ("", "")]
+    for line, words in lines[:_MOST_LINES]:
+        yield row(*((piece(text, ""), role) for text, role in _coloured(truncate(line, width))), piece("", words))
     if not lines:
         yield row(("no rank is seen to wait for another", Role.DIM))
+
+
+def _in_words(incident: Incident, waiters: Mapping[int, set[int]], ranks: Iterable[int]) -> str:
+    """The waits of a drawing as text, for `y`: a line of a drawing says nothing without the others."""
+
+    def words(rank: int, waiting: Sequence[int]) -> str:
+        verb = "waited" if incident.is_past(waiting) else "waits" if len(waiting) == 1 else "wait"
+        return f"{ranks_named(waiting, 8)} {verb} for rank {rank}"
+
+    return "; ".join(words(rank, sorted(waiters[rank])) for rank in sorted(ranks) if waiters.get(rank))
 
 
 def _draw(

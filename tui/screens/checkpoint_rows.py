@@ -25,7 +25,7 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.runs import UNUSABLE, LastRecord, RunStep, RunSteps, RunSummary, StepCopy, StepState
+from titan_ckpt.tui.data.runs import UNUSABLE, LastRecord, Runs, RunStep, RunSteps, StepCopy, StepState
 from titan_ckpt.tui.pictures.braille import number
 from titan_ckpt.tui.rows import (
     Role,
@@ -57,8 +57,9 @@ RUNNING_S = 300.0
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 
 
-def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[Row]:
-    """A line per run, the one with the newest checkpoint first."""
+def run_rows(listed: Runs, now_s: float, width: int) -> Iterator[Row]:
+    """A line per run, the one with the newest checkpoint first; then which folders were not looked at."""
+    runs, unseen = listed.found, listed.unseen
     longest = min(max((len(run.name) for run in runs), default=0), max(width - 62, 12))
     yield head(
         f"{'run':<{longest}}  {'state':<9}  {'step':>7}  {'loss':>8}  {'whole':>7}  {'size':>9}  {'age':>10}  mesh"
@@ -77,6 +78,12 @@ def run_rows(runs: Sequence[RunSummary], now_s: float, width: int) -> Iterator[R
             yield row("    ", (line, Role.BAD), link=link)
     if not runs:
         yield row("no runs here")
+    if unseen:
+        what = counted(len(unseen), "deeper folder")
+        for line in wrapped(
+            f"{what} not looked at, such as {unseen[0]}; `titan-ckpt tui FOLDER` lists its runs", width
+        ):
+            yield row((line, Role.DIM))
 
 
 def run_state(last: LastRecord, now_s: float) -> tuple[str, Role]:
@@ -184,21 +191,6 @@ def cut_rows(checkpoint: Checkpoint, fqn: str) -> Iterator[Row]:
         yield row("  " + line)
 
 
-class ByteProgress:
-    """Reports the progress of a long read at each percent."""
-
-    def __init__(self, show_status: Callable[[str], object], total_bytes: int) -> None:
-        self._show_status, self._total, self._read, self._percent = show_status, total_bytes, 0, -1
-
-    def add(self, size_bytes: int) -> None:
-        """Add bytes that were read."""
-        self._read += size_bytes
-        percent = min(100 * self._read // max(self._total, 1), 100)
-        if percent > self._percent:
-            self._percent = percent
-            self._show_status(f"{format_size(min(self._read, self._total))} of {format_size(self._total)} ({percent}%)")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
     """What a reading of every byte of a copy found."""
@@ -261,7 +253,7 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
     cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
     yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
-    reads = f"{counted(facts.read_requests, 'request')} of {counted(facts.num_source_files, 'file')}"
+    reads = f"{counted(facts.read_requests, 'request')}; the source has {counted(facts.num_source_files, 'file')}"
     yield row(f"  read      {format_size(facts.read_bytes)} in {reads}")
     writes = f"{counted(facts.num_files, 'file')} of {smallest} to {largest}"
     yield row(f"  write     {format_size(facts.written_bytes)} in {writes}")

@@ -16,7 +16,6 @@ from titan_ckpt.tui.data.runs import CopyKey, StepCopy, StepState, TierName
 from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
-    ByteProgress,
     Verified,
     cut_rows,
     display_url,
@@ -76,7 +75,8 @@ class CheckpointsPane(Pane):
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
         has_steps = self.session.checkpoints.value is not None and bool(self.session.checkpoints.value.steps)
-        return self.keys if has_steps else self.keys[:1] if self.session.runs.value else ()
+        runs = self.session.runs.value
+        return self.keys if has_steps else self.keys[:1] if runs is not None and runs.found else ()
 
     def wants_parts(self) -> bool:
         return self.session.checkpoints.value is not None
@@ -138,7 +138,8 @@ class CheckpointsPane(Pane):
             facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
             return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
         if self.session.content.has_runs:
-            return f"{where} · {counted(len(self.session.runs.value or ()), 'run')}"
+            runs = self.session.runs.value
+            return f"{where} · {counted(len(runs.found), 'run') if runs is not None else self.session.runs.text}"
         if found is None:
             return "checkpoints"
         ahead, safe = found.newest(TierName.FAST), found.newest(TierName.MIRROR)
@@ -320,7 +321,7 @@ class CheckpointsPane(Pane):
         width = self.body.line_width
 
         def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Verified]:
-            progress = ByteProgress(show_progress, sum(copy.size_bytes for copy in copies))
+            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes for copy in copies))
             return [verified(copy, progress.add) for copy in copies]
 
         def done(found: list[Verified]) -> None:
@@ -338,7 +339,7 @@ class CheckpointsPane(Pane):
 
         def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Row]:
             pair = [*others[:1], copies[0]]
-            progress = ByteProgress(show_progress, sum(copy.size_bytes for copy in pair))
+            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes for copy in pair))
             return list(tensor_diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.add))
 
         self._ask_of_step(f"comparing step {pinned} with", work, self._answer_with)

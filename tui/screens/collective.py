@@ -262,7 +262,8 @@ class CollectiveRows:
         wait, does = self._incident.wait_of.get(rank), self._incident.doing(rank)
         if wait is not None and state is not None and state.kind == RankState.IN_COLLECTIVE and not wait.operation.p2p:
             number = f" #{wait.operation.seq}" if wait.operation.seq >= 0 else ""
-            does = does.replace("a collective", f"{wait.operation.op}{number}")
+            verb = "failed" if rank in self._incident.failed else "was" if self._incident.is_past((rank,)) else ""
+            does = f"{verb} in {wait.operation.op}{number}".strip()
         start = f"{self._lag('', width)}    {does}"
         line = _place(frame, width - 8 - self._state_width - len(start))
         label = f"{glyph.label:<{self._state_width}}"

@@ -179,12 +179,9 @@ class GridPane(Pane):
             return "operations"
         incident = self.session.incident.value
         place = f"{self.session.lane + 1} of {len(incident.lanes) if incident else 0}"
-        per_row = rows.viewport.per_row if isinstance(rows, GridRows) else 1
-        return f"{title_of(grid, place, per_row, self._per_cell)} · by {self._order_name()}"
-
-    def _order_name(self) -> str:
-        orders = self._orders()
-        return orders[self._order % len(orders)].name if orders else "rank"
+        per_row, orders = rows.viewport.per_row if isinstance(rows, GridRows) else 1, self._orders()
+        order = orders[self._order % len(orders)].name if orders else "rank"
+        return f"{title_of(grid, place, per_row, self._per_cell)} · by {order}"
 
     def _orders(self) -> list[Order]:
         incident, grid = self.session.incident.value, self._grid
@@ -374,7 +371,12 @@ class GridPane(Pane):
         self._per_cell, self._window, self._spot = 1, None, None
         self.update_rows()
 
+    def useful_keys(self) -> Iterable[tuple[str, str]]:
+        return [key for key in super().useful_keys() if key[0] != "o" or len(self._orders()) > 1]
+
     def action_order(self) -> None:
+        if len(self._orders()) < 2:
+            self.post_message(self.ShowStatus("by rank is the only order: these ranks have no mesh axes"))
         self._order += 1
         self.update_rows()
 

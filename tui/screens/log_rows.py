@@ -17,6 +17,7 @@ from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_text, row
 
 ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
 _SCAN_LINES = 1 << 16
+_AT_ONE_TIME = 256  # lines of one millisecond that are looked at
 _AFTER_MS = 1000  # a rank may log on for so long after another one began to wait
 _WIDE, _NARROW, _KEPT_LINES = 110, 60, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
@@ -68,6 +69,17 @@ class LogRows:
         """Place of a line of the index; None if it is not shown."""
         places = np.flatnonzero(self.view == (-1 if line is None else line))
         return int(places[0]) if len(places) else None
+
+    def place_of_step(self, step: int, logged: tuple[int, float]) -> int:
+        """Place of the line in which a rank names a step at a time, given in seconds since the epoch: of the lines of that
+        moment its own, else one that names the step, else the first."""
+        rank, time_s = logged
+        first = self.index.place_of_time(round(time_s * 1000), self.view)
+        places = range(first, min(first + _AT_ONE_TIME, len(self)))
+        lines = {place: line for place in places if (line := self.line(place)).time_ms == self.line(first).time_ms}
+        named = re.compile(rf"\bstep\W{{0,3}}0*{step}\b", re.IGNORECASE)
+        told = [place for place, line in lines.items() if named.search(line.text)]
+        return next((place for place in told if lines[place].rank == rank), next(iter(told), first))
 
     def last_of(self, rank: int, until_ms: int | None) -> int | None:
         """The last line in the logs of a rank, at or before a time if there is one."""

@@ -281,9 +281,9 @@ class LogsPane(Pane):
     def select(self, link: RowLink) -> None:
         self.update_rows(force=True)
         rows, incident = self.body.rows, self.session.incident.value
-        if isinstance(rows, LogRows) and link.step is not None and incident is not None:
-            time_s = incident.time_of_step(link.step)
-            self.body.move_to(rows.index.place_of_time(int((time_s or 0.0) * 1000), rows.view), is_centred=True)
+        logged = incident.logged_step(link.step) if incident is not None and link.step is not None else None
+        if isinstance(rows, LogRows) and link.step is not None and logged is not None:
+            self.body.move_to(rows.place_of_step(link.step, logged), is_centred=True)
         if not isinstance(rows, LogRows) or not link.source:
             return
         place = rows.place_of(rows.index.line_at(link.source, max(link.line, 1)))

@@ -45,10 +45,10 @@ class SessionLoader:
 
     @property
     def reading(self) -> list[str]:
-        """Names of what is loading."""
+        """What is loading, and how much of it is read."""
         s = self._session
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
-        return [part.what for part in parts if part.is_loading]
+        return [part.reading for part in parts if part.is_loading]
 
     def load_all(self) -> None:
         """Start loading everything that the content has."""
@@ -111,7 +111,7 @@ class SessionLoader:
             former = None
 
         def look() -> Incident:
-            found = load_incident(content.url, content.chosen)
+            found = load_incident(content.url, content.chosen, on_read=self._progress(s.incident).show)
             return found.confirmed_by(former) if ticking(found, s.clock()) else found
 
         def after() -> None:
@@ -160,10 +160,13 @@ class SessionLoader:
     def _load_first(self, files: LogFiles) -> None:
         """Load all lines; if they are many, first show the beginning of each file."""
 
-        def whole() -> None:
-            self._load(self._session.logs, lambda: load_logs(files))
+        total_bytes = sum(file.size_bytes for file in files.files)
 
-        if sum(file.size_bytes for file in files.files) > _SMALL_LOGS:
+        def whole() -> None:
+            logs = self._session.logs
+            self._load(logs, lambda: load_logs(files, on_bytes=self._progress(logs, total_bytes).add))
+
+        if total_bytes > _SMALL_LOGS:
             self._load(self._session.logs, lambda: load_logs(files, head_bytes=HEAD_BYTES), after=whole)
         else:
             whole()
@@ -173,8 +176,17 @@ class SessionLoader:
         if now is not None and now.files is not former.files:
             former.files.close()
 
+    def _progress(self, part: Loadable[Any], total_bytes: int = 0) -> tasks.ByteProgress:
+        """Shows how much of a part is read, from the thread that reads it."""
+
+        def show(share: str) -> None:
+            part.share = share
+            self._changed()
+
+        return tasks.ByteProgress(lambda text: self._app.post_message(tasks.TaskOutput(text, show)), total_bytes)
+
     def _load(self, part: Loadable[Any], work: Callable[[], Any], *, after: Callable[[], None] | None = None) -> None:
-        part.is_loading = True
+        part.is_loading, part.share = True, ""
 
         def done(value: Any) -> None:
             part.value, part.error, part.is_loading = value, "", False

@@ -11,26 +11,35 @@ from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.data.runs import CopyKey, RunSteps, RunSummary
+from titan_ckpt.tui.data.runs import CopyKey, Runs, RunSteps
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Loadable(Generic[T]):
-    """Data that is absent, loading, loaded, or failed with `error`. `version` grows with each load."""
+    """Data that is absent, loading, loaded, or failed with `error`. `version` grows with each load.
+
+    `share` tells how much of it is read; "" while nothing is known of that.
+    """
 
     what: str
     value: T | None = None
     error: str = ""
     is_loading: bool = False
+    share: str = ""
     version: int = 0
+
+    @property
+    def reading(self) -> str:
+        """What is read, and how much of it is."""
+        return f"{self.what}, {self.share}" if self.share else self.what
 
     @property
     def text(self) -> str:
         """Placeholder to show while there is no value."""
         if self.is_loading:
-            return f"reading {self.what} ..."
+            return f"reading {self.reading} ..."
         return self.error or f"no {self.what} here"
 
 
@@ -42,7 +51,7 @@ class Session:
     clock: Callable[[], float] = time.time
     incident: Loadable[Incident] = field(default_factory=lambda: Loadable("dumps, stacks or logs"))
     checkpoints: Loadable[RunSteps] = field(default_factory=lambda: Loadable("checkpoints"))
-    runs: Loadable[tuple[RunSummary, ...]] = field(default_factory=lambda: Loadable("runs"))
+    runs: Loadable[Runs] = field(default_factory=lambda: Loadable("runs"))
     logs: Loadable[LogIndex] = field(default_factory=lambda: Loadable("logs"))
     metrics: Loadable[Metrics] = field(default_factory=lambda: Loadable("metrics.jsonl"))
     lane: int = 0

@@ -11,21 +11,24 @@ import pytest
 from tests.support.small_jobs import job
 from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.diagnosis.align import lanes
-from titan_ckpt.debug.diagnosis.diagnose import _is_known_gone, _without_reason
-from titan_ckpt.debug.diagnosis.from_logs.at_the_start import _has_ended
+from titan_ckpt.debug.diagnosis.diagnose import _is_known_gone, _unless_died_before, _without_reason
+from titan_ckpt.debug.diagnosis.from_logs.at_the_start import _has_ended, at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _was_ended_at_work
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
-from titan_ckpt.debug.diagnosis.from_logs.exit_codes import _ended_for_a_hang, by_exit_codes
+from titan_ckpt.debug.diagnosis.from_logs.exit_codes import _by_the_clock, _ended_for_a_hang, by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import _comparable, _is_history
+from titan_ckpt.debug.diagnosis.from_logs.odd_one import _is_alone
 from titan_ckpt.debug.diagnosis.mismatches.meeting import Meeting, sides_at
-from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new
+from titan_ckpt.debug.diagnosis.mismatches.mismatch import _is_new, _strangeness
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import _first_parted
 from titan_ckpt.debug.diagnosis.mismatches.splits import _listed
 from titan_ckpt.debug.diagnosis.rank_death import is_absent
 from titan_ckpt.debug.diagnosis.rank_frozen import _last_call_site, _was_alive_later
 from titan_ckpt.debug.diagnosis.standstill import is_beginning
+from titan_ckpt.debug.diagnosis.stragglers import _chance
 from titan_ckpt.debug.diagnosis.transport import _came_too_late
+from titan_ckpt.debug.diagnosis.waiting.awaited_rank import _without_stack
 from titan_ckpt.debug.diagnosis.waiting.told_waits import _distances, _inferred
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, RankState, Subtype, VerdictKind
@@ -33,6 +36,7 @@ from titan_ckpt.debug.incident.records import (
     Dump,
     Exit,
     Flag,
+    Frame,
     Heartbeat,
     LogEvent,
     RankLog,
@@ -330,3 +334,64 @@ def test_lines_part_where_both_ranks_recorded_the_operation() -> None:
     assert parted is not None
     assert [operation.seq for operation in parted] == [3, 3]
     assert _first_parted(run, lane, 0, 1, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "is_frozen"),
+    [(None, None, True), (None, 100.0, True), (100.0, None, True), (100.0, 100.0, False)],
+)
+def test_a_rank_that_left_nothing_and_did_not_tick_on_is_frozen(
+    own: float | None, others: float | None, *, is_frozen: bool
+) -> None:
+    timeout = LogEvent(kind=EventKind.COMM_TIMEOUT, rank=0, text="timed out", source="l", line=1)
+    waits = RankRecord(rank=0, log=RankLog(source="l", events=(timeout,)))
+    peer = waits if others is None else replace(waits, heartbeat=beat(others, is_stopped=False))
+    silent = RankRecord(rank=1) if own is None else ticked(1, own)
+    reason = _without_stack(run_of(peer, silent), Situation(rank=1, kind=RankState.SILENT))
+    assert (reason.verdict == VerdictKind.RANK_FROZEN) == is_frozen
+
+
+@pytest.mark.parametrize(("line", "seconds"), [("23:59:30 step 3", 60.0), ("00:00:10 step 3", 20.0), ("step 3", 0.0)])
+def test_lines_without_a_date_are_of_the_day_before_the_end(line: str, seconds: float) -> None:
+    assert _by_the_clock((line,), 20_000 * 86_400.0 + 30.0) == seconds
+
+
+@pytest.mark.parametrize(("before", "score"), [("", 0), ("all_reduce", 0), ("broadcast", 3)])
+def test_an_operation_is_strange_by_what_its_rank_issued_before(before: str, score: int) -> None:
+    run = job(f"0: {before} all_reduce?\n1: {before} all_gather?")
+    [lane] = lanes(run)
+    seq = 2 if before else 1
+    side = next(side for side in sides_at(run, lane, seq) if 0 in side.ranks)
+    assert _strangeness(Meeting(run=run, lane=lane, seq=seq), side) == score
+
+
+@pytest.mark.parametrize("culprits", [(0,), (0, 1)])
+def test_an_exception_before_doubts_a_verdict_on_one_rank(culprits: tuple[int, ...]) -> None:
+    failed = LogEvent(
+        kind=EventKind.EXCEPTION, rank=0, text="ValueError", source="l", line=1, values={"type": "ValueError"}
+    )
+    run = run_of(RankRecord(rank=0, log=RankLog(source="l", events=(failed,))), RankRecord(rank=1))
+    verdict = replace(doubted(), culprits=culprits)
+    assert (_unless_died_before(run, verdict).confidence < verdict.confidence) == (len(culprits) == 1)
+
+
+def failed_at(rank: int, line: int) -> LogEvent:
+    frame = Frame(file="train.py", line=line, function="step")
+    return LogEvent(kind=EventKind.COMM_CLOSED, rank=rank, text="closed", source="l", line=1, frame=frame)
+
+
+@pytest.mark.parametrize(("lines", "is_alone"), [((1,), False), ((1, 2), True), ((1, 1), False), ((1, 2, 1), False)])
+def test_a_rank_is_alone_where_others_were_seen_elsewhere(lines: tuple[int, ...], *, is_alone: bool) -> None:
+    assert _is_alone({rank: failed_at(rank, line) for rank, line in enumerate(lines)}, 0) == is_alone
+
+
+@pytest.mark.parametrize(("rank", "names_all"), [(-1, True), (0, False)])
+def test_errors_of_no_known_rank_are_of_as_many(rank: int, *, names_all: bool) -> None:
+    error = LogEvent(kind=EventKind.EXCEPTION, rank=rank, text="E", source="l", line=1, values={"type": "ValueError"})
+    console = RankLog(source="l", events=(error, replace(error, line=2)))
+    run = run_of(ended(0, 1), ended(1, 1), job_log=console)
+    assert [verdict.culprits for verdict in at_the_start(run)] == ([(0, 1)] if names_all else [])
+
+
+def test_the_chance_to_be_the_last_is_the_binomial_tail() -> None:
+    assert [_chance(2, 2, 3), _chance(1, 2, 3), _chance(0, 5, 4)] == pytest.approx([1 / 9, 5 / 9, 1.0])
