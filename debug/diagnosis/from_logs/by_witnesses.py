@@ -259,8 +259,10 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     """Whether there is evidence against a rank that did not log a wait. A log without an error is none,
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
-    if state.kind == RankState.IN_TORCH or (is_closed and _was_ended_at_work(run, record)):
-        return False  # it may have waited; or the others' connections closed because all were told to end
+    if state.kind == RankState.IN_TORCH or (is_closed and (_was_ended_at_work(run, record) or _had_no_answer(run))):
+        return (
+            False  # it may have waited; or the others' connections closed because all were told to end, or one gave up
+        )
     if state.kind in (
         RankState.ON_CPU,
         RankState.FROZEN,
@@ -276,6 +278,12 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     if ended_first(run, record):
         return True
     return not (is_closed and _went_on_logging(run, record))
+
+
+def _had_no_answer(run: Run) -> bool:
+    """Whether a rank gave up connecting to another: the others' connections closed when it ended."""
+    texts = (event.text for record in run.ranks.values() for event in record.events)
+    return any("timed out connecting" in text for text in texts)
 
 
 def _was_ended_at_work(run: Run, record: RankRecord) -> bool:

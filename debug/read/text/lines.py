@@ -225,12 +225,14 @@ def wrap_width(lines: Sequence[str]) -> int:
 
 
 def is_broken(message: str, last: str, width: int) -> bool:
-    """Whether a message, of which `last` is the last line, goes on: that fills the terminal, or a parenthesis is open."""
+    """Whether a message, of which `last` is the last line, goes on: that fills the terminal, or a parenthesis is open. (A line
+    that ends with the parenthesis is one of a program, as tracebacks show it.)"""
     if message.endswith(_PRTERUN):
         return True
     if not any(mark in message for mark in _UNFINISHED):
         return False
-    return (0 < width - 1 <= len(last) <= width) or message.count("(") > message.count(")")
+    is_open = message.count("(") > message.count(")") and not message.rstrip().endswith("(")
+    return (0 < width - 1 <= len(last) <= width) or is_open
 
 
 _NUMBER = re.compile(r"\d+")

@@ -241,3 +241,50 @@ def test_a_rank_that_writes_its_dump_hangs_nowhere() -> None:
     assert (
         hang_stack(replace(job("0 1: all_reduce@1").ranks[0], stacks=(parse_stacks(WRITING, "s", "sigterm"),))) is None
     )
+
+
+REFUSED = "[pair.cc:152] timed out connecting: SO_ERROR: Connection refused"
+CLOSED = "[pair.cc:553] Connection closed by peer [127.0.0.1]:34486"
+SOURCE = "    backend_class = ProcessGroupGloo(\n                    ^^^^^^^^^^^^^^^^^\n"
+
+
+@pytest.mark.parametrize(("error", "culprits"), [(REFUSED, ()), (CLOSED, (1,))])
+def test_who_gave_up_connecting_explains_the_closed_connections(
+    error: str, culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    first, last = (raised(f"Gloo connectFullMesh failed with {text}", 9) for text in (CLOSED, error))
+    for rank, text in enumerate((first, "", last)):
+        log = tmp_path / "none_x" / "attempt_0" / str(rank) / "stderr.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    top = diagnose(open_run(tmp_path))[0]
+    assert (top.culprits, top.is_undecided) == (culprits, not culprits)
+
+
+def test_a_source_line_with_an_open_parenthesis_is_not_wrapped(tmp_path: Path) -> None:
+    text = raised("Gloo connectFullMesh failed", 9).replace("    step()\n", SOURCE)
+    (tmp_path / "rank_0.log").write_text(text)
+    log = open_run(tmp_path).ranks[0].log
+    assert log is not None
+    assert log.events[-1].text.startswith("RuntimeError: [gloo")
+
+
+SAMPLE = (
+    "[rank1] Traceback (most recent call last):\n"
+    '[rank1]   File "{}", line 3, in <module>\n'
+    "[rank1] NameError: name 'f' is not defined\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "after", "is_fault"),
+    [
+        ("<string>", "[rank1] reward: mean 0.41\n", False),
+        ("<string>", "", True),
+        ("<string>", "[rank1] [W1127 10:00:00.1 ProcessGroup.cpp:12] destroyed\n", True),
+        ("/job/train.py", "[rank1] reward: mean 0.41\n", True),
+    ],
+)
+def test_a_sample_of_code_that_failed_ended_nobody(file: str, after: str, *, is_fault: bool, tmp_path: Path) -> None:
+    text = f"[rank1] reward: sample 17 failed with:\n{SAMPLE.format(file)}{after}[rank0] iter 8 kl 0.01\n"
+    assert (judged(tmp_path, job=text).culprits == (1,)) == is_fault

@@ -209,7 +209,7 @@ def test_a_rank_that_was_starved_for_a_moment_is_not_accused(
     assert innocent.heartbeat is not None
     ticks = replace(innocent, heartbeat=replace(innocent.heartbeat, alive_ns=time.time_ns()))
     looks = iter([replace(stuck, ranks={**stuck.ranks, innocent.rank: ticks}), went_on])
-    monkeypatch.setattr(cli, "open_run", lambda _: next(looks))
+    monkeypatch.setattr(cli, "open_run", lambda *_, **__: next(looks))
     monkeypatch.setattr(cli, "SECOND_LOOK_S", 0.0)
     assert main(["debug", "live"]) == 0
     shown = capsys.readouterr()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
+from titan_ckpt.debug.incident.records import LogEvent
 from titan_ckpt.debug.read.text.streams import Stream
 
 SEVERAL = 2  # steps
@@ -17,6 +18,11 @@ MOST_AFTER = 40  # lines that may follow a test run's last word
 _QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
 # pytest's last line, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
 _PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
+
+_NO_FILES = ("<string>", "<stdin>")
+_BY_TORCH = re.compile(
+    r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} "
+)  # glog's prefix: what a process writes while it ends
 
 
 @dataclass(slots=True)
@@ -52,13 +58,21 @@ class Caught:
                 self.steps.append((number, step))
 
     def mark(self, streams: Iterable[Stream]) -> None:
-        """Mark the exceptions before which the job came to several steps, and after which it came to more."""
+        """Mark the exceptions before which the job came to several steps, and after which it came to more; and those of code that
+        was passed as text, after which the writer went on: a sample of a code benchmark failed."""
         lines = [line for line, _ in self.steps]
-        for events in (events for stream in streams for events in (stream.first, stream.last)):
+        for stream, events in ((each, events) for each in streams for events in (each.first, each.last)):
             for place, event in enumerate(events):
                 before = bisect.bisect_left(lines, event.line)
-                if event.kind == EventKind.EXCEPTION and before >= SEVERAL and len(lines) - before > SEVERAL:
+                has_steps = before >= SEVERAL and len(lines) - before > SEVERAL
+                if event.kind == EventKind.EXCEPTION and (has_steps or _is_of_text(event, stream)):
                     events[place] = replace(event, values={**event.values, "went_on": "1"})
+
+
+def _is_of_text(event: LogEvent, stream: Stream) -> bool:
+    """Whether all calls of a traceback are in `exec` of a text or `python -c`, and ordinary lines of its writer follow."""
+    is_text = bool(event.calls) and all(frame.file in _NO_FILES for frame in event.calls)
+    return is_text and any(number > event.line and not _BY_TORCH.match(text) for number, text in stream.tail)
 
 
 def mark(stream: Stream, name: str, after: int) -> None:
