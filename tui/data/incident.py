@@ -51,7 +51,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
     RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="in host code"),
     RankState.IN_TORCH: Glyph(char="b", role=Role.NOTE, label="inside torch, such as backward()"),
-    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no evidence"),
+    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no wait seen"),
     RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
     RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
     RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="in a collective"),

@@ -10,9 +10,9 @@ import numpy as np
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
-from titan_ckpt.tui.data.grid import GLYPHS, Grid, Order, next_stop, per_row_to_fit, sort_orders
+from titan_ckpt.tui.data.grid import Grid, Order, next_stop, per_row_to_fit, sort_orders
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.timeline import BARS, Window, whole_window
+from titan_ckpt.tui.data.timeline import Window, whole_window
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.pictures.timeline import bars_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, row
@@ -234,12 +234,8 @@ class GridPane(Pane):
 
     def copied_text(self) -> str:
         """The worst operation of the row, in words."""
-        grid, rows = self._grid, self.body.rows
-        if grid is None or not isinstance(rows, GridRows) or not len(rows):
-            return super().copied_text()
-        place, column = rows.worst(self.body.cursor)
-        state = (BARS if grid.is_time else GLYPHS)[int(grid.codes[place, column])].label
-        return f"group {grid.name} {grid.column_text(column)}: rank {grid.members[place]} {state}"
+        rows = self.body.rows
+        return rows.in_words(self.body.cursor) if isinstance(rows, GridRows) and len(rows) else super().copied_text()
 
     def _grid_of(self, incident: Incident) -> Grid | None:
         """The current heatmap; None while a large one is built in a thread. While following, the former one stays until then."""
@@ -293,6 +289,11 @@ class GridPane(Pane):
             begin = stand if 0 <= stand <= last else last
             spot = begin if self._spot is None else self._spot + message.by * self._per_cell
             self._choose(max(0, min(spot, last)))
+
+    def on_grid_view_pointed(self, message: GridView.Pointed) -> None:
+        rows = self.body.rows
+        if isinstance(rows, GridRows) and (column := rows.column_at(message.at, self.body.line_width)) is not None:
+            self._choose(column)
 
     def _choose(self, column: int) -> None:
         """Select a column and scroll to it."""
@@ -388,11 +389,11 @@ class GridPane(Pane):
         outside = -1 if direction > 0 else grid.codes.shape[1]
         spot = (self.body.cursor, outside if self._spot is None else self._spot)
         found = next_stop(grid.codes, rows.order, rows.starts, spot, direction)
-        if found is None:
+        if found is not None:
+            self._choose(found[1])
+            self.body.move_to(found[0])
+        else:
             self.post_message(self.ShowStatus("no further problem to the " + ("right" if direction > 0 else "left")))
-            return
-        self._choose(found[1])
-        self.body.move_to(found[0])
 
     def select(self, link: RowLink) -> None:
         self.update_rows()

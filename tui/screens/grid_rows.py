@@ -146,6 +146,18 @@ class GridRows:
         is_run = last - first == len(ranks) - 1
         return f"{f'{first}-{last}' if is_run else f'{first}..{last} x{len(ranks)}'}{key}"
 
+    def column_at(self, at: int, width: int) -> int | None:
+        """The column that is drawn at this character of a line; None beside the cells."""
+        stretch = stretch_of(self.grid, width - self.label_width, self.viewport.per_cell)
+        column = self.viewport.first + (at - self.label_width) // stretch * self.viewport.per_cell
+        return column if at >= self.label_width and column < self.grid.codes.shape[1] else None
+
+    def in_words(self, index: int) -> str:
+        """The worst operation of a row, in words."""
+        grid, (place, column) = self.grid, self.worst(index)
+        state = (BARS if grid.is_time else GLYPHS)[int(grid.codes[place, column])].label
+        return f"group {grid.name} {grid.column_text(column)}: rank {grid.members[place]} {state}"
+
     def worst(self, index: int) -> tuple[int, int]:
         """(member index, column) of the highest code in a row, within the selected cell if there is one.
 

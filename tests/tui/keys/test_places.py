@@ -21,6 +21,16 @@ async def test_a_click_selects_a_step_of_a_curve() -> None:
         assert "loss   step 20: 3.165" in screen_text(app)
 
 
+async def test_a_click_selects_a_column_of_the_grid() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for at, column in ((22, "#3"), (28, "#5"), (2, "#5"), (55, "#5")):  # beside the cells it selects a line alone
+            await pilot.click(app.pane.body, offset=(at, 1))
+            await settled(app, pilot)
+            assert app.pane.text_to_copy() == f"group default_pg {column}: rank 1 done"
+
+
 async def test_a_timeline_is_drawn_again_when_it_is_zoomed_and_moved() -> None:
     app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
     async with app.run_test(size=(120, 36)) as pilot:
