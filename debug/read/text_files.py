@@ -82,8 +82,10 @@ def stream_text(evidence: RunEvidence, file: EvidenceFile) -> None:
 
 
 def is_json_lines(data: bytes) -> bool:
-    """Whether each line is a JSON object of its own, as container runtimes write logs."""
-    lines = [line for line in data[:1_000_000].split(b"\n")[:20] if line.strip()]
+    """Whether each line is a JSON object of its own, as container runtimes write logs, and none of a document of many lines."""
+    lines = [line.strip() for line in data[:1_000_000].split(b"\n")[:20] if line.strip()]
+    if any(not line.endswith(b"}") for line in lines[:-1]):
+        return False
     is_docker = len(lines) == 1 and lines[0].startswith(b'{"log":')
     return is_docker or (len(lines) > 1 and all(line.startswith(b"{") and len(line) > 2 for line in lines))
 

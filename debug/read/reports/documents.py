@@ -65,6 +65,7 @@ def _described(pod: Mapping[str, Any]) -> Iterator[str]:
         limits = _inside(_inside(container, "resources"), "limits")
         yield from (f"{name}:  {count}" for name, count in limits.items() if name.endswith("/gpu"))
         env = [one for one in container.get("env") or () if isinstance(one, dict)]
+        env.sort(key=lambda one: one.get("name") == "RANK")  # what the others say of it comes before it
         yield from (f"{one.get('name')}:  {one['value']}" for one in env if one.get("value"))
 
 

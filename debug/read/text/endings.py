@@ -302,12 +302,14 @@ class Endings:
 
     def _kubernetes_or_shell(self, number: int, line: Line, text: str) -> None:
         if ":  " in text and (ended := self.pod.take(text)) is not None:
-            self._note(EventKind.KILLED, number, self.pod.text, cause=self.pod.cause, rank=str(ended))
+            if self.pod.cause:
+                self._note(EventKind.KILLED, number, self.pod.text, cause=self.pod.cause, rank=str(ended))
+            else:
+                self.found.append(Ending(code=self.pod.code, line=number, rank=ended))
         elif ":  " in text and self.pod.has_failed(text):
             self._note(EventKind.EXITED, number, self.pod.named(text), host=self.pod.name)
         elif ("OOMKilled" in text or "Evicted" in text or "Error" in text) and (match := _POD.search(text)):
-            cause = {"OOMKilled": "oom", "Evicted": "evicted"}.get(match["why"], "")
-            if cause:
+            if cause := {"OOMKilled": "oom", "Evicted": "evicted"}.get(match["why"], ""):
                 self._note(EventKind.KILLED, number, text, host=match["pod"], cause=cause)
         elif "OOMKilled" in text or "evicted" in text or "Evicted" in text:
             host = line.host or self.pod.name

@@ -92,3 +92,38 @@ def test_docker_names_the_container_that_ran_out_of_memory(tmp_path: Path) -> No
 def test_what_docker_says_of_an_end_is_a_fact(tmp_path: Path, text: str) -> None:
     (tmp_path / "containers.txt").write_text(text)
     assert any("137" in item.text for item in first_verdict(tmp_path).evidence)
+
+
+def pod(rank: int, code: int, **env: str) -> dict[str, object]:
+    ended = {"exitCode": code, "reason": "Error"}
+    values = [{"name": name, "value": value} for name, value in {"RANK": str(rank), **env}.items()]
+    return {
+        "kind": "Pod",
+        "metadata": {"name": f"mnist-worker-{rank}"},
+        "spec": {"containers": [{"name": "pytorch", "env": values}]},
+        "status": {"phase": "Failed", "containerStatuses": [{"name": "pytorch", "state": {"terminated": ended}}]},
+    }
+
+
+@pytest.mark.parametrize("is_compact", [True, False])
+@pytest.mark.parametrize(
+    ("codes", "env", "culprits"),
+    [
+        ((143, 139, 143), {}, (1,)),
+        ((143, 137, 143), {}, ()),  # the kubelet ends pods so
+        ((1, 1, 1), {}, ()),
+        ((143, 139, 143), {"PET_NPROC_PER_NODE": "8"}, ()),  # then `RANK` counts pods
+    ],
+)
+def test_a_signal_of_a_pod_is_its_ranks(
+    codes: tuple[int, ...], env: dict[str, str], culprits: tuple[int, ...], *, is_compact: bool, tmp_path: Path
+) -> None:
+    pods = [pod(rank, code, **env) for rank, code in enumerate(codes)]
+    items = ",\n".join(map(json.dumps, pods))
+    text = (
+        f'{{"kind":"List","items":[\n{items}]}}'
+        if is_compact
+        else json.dumps({"kind": "List", "items": pods}, indent=4)
+    )
+    (tmp_path / "pods.json").write_text(text)
+    assert first_verdict(tmp_path).culprits == culprits

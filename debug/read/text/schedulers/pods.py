@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from signal import SIGKILL, SIGTERM
 
 _FIELD = re.compile(
     r"\s*(?P<key>Name|Reason|Exit Code|RANK|[a-z.]{3,40}/gpu|PET_NPROC_PER_NODE):\s{2,}(?P<value>\S{1,200})\s*$"
 )
+_BY_THE_KUBELET = (128 + SIGTERM, 128 + SIGKILL)  # at a pod's deletion, the second after its grace period
 _CAUSES = {"OOMKilled": "oom", "Evicted": "evicted"}
 
 
@@ -18,6 +20,7 @@ class PodDescription:
     name: str = ""
     cause: str = ""
     reason: str = ""
+    code: int = 0  # of its end by a signal that no kubelet sends
     has_several: bool = (
         False  # ranks: `RANK` counts pods then (Kubeflow's training operator, pkg/controller.v1/pytorch)
     )
@@ -43,11 +46,13 @@ class PodDescription:
             return None
         key, value = match["key"], match["value"]
         if key == "Name":
-            self.name, self.cause, self.reason, self.has_several = value, "", "", False
+            self.name, self.cause, self.reason, self.code, self.has_several = value, "", "", 0, False
         elif key == "Reason" and value in _CAUSES:
             self.cause, self.reason = _CAUSES[value], value
+        elif key == "Exit Code" and value.isdigit() and 128 < int(value) < 160 and int(value) not in _BY_THE_KUBELET:
+            self.code = int(value)
         elif key.endswith("/gpu") or key == "PET_NPROC_PER_NODE":
             self.has_several = self.has_several or value != "1"
-        elif key == "RANK" and not self.has_several and self.name and self.cause and value.isdigit():
+        elif key == "RANK" and not self.has_several and self.name and (self.cause or self.code) and value.isdigit():
             return int(value[:7])
         return None
