@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_ckpt.debug import open_run
+from titan_ckpt.cli.main import main
+from titan_ckpt.debug import cli, open_run
 from titan_ckpt.debug.incident.records import Run
 from titan_ckpt.debug.read import many_files
 from titan_ckpt.store.base import Store
@@ -43,6 +44,33 @@ def hosts(tmp_path: Path) -> Path:
 def shown(run: Run) -> tuple[str, ...]:
     flags = sorted(f"{flag.flag} {flag.source} {flag.ranks}" for flag in run.flags)
     return *(repr(record) for record in run.ranks.values()), repr(run.job_log), *flags
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_share_that_is_read_grows_to_the_whole(
+    processes: int, hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(many_files, "_num_processes", lambda _evidence, _files: processes)
+    (hosts / "long.log").write_bytes((b"." * 199 + b"\n") * 25_000)  # read in chunks
+    told: list[tuple[int, int]] = []
+    open_run(str(hosts), on_read=lambda read, total: told.append((read, total)))
+    read, totals = zip(*told, strict=True)
+    assert list(read) == sorted(read)
+    assert len(read) > 4
+    damaged = (hosts / "broken.log.gz").stat().st_size
+    assert set(totals) == {sum(file.stat().st_size for file in hosts.rglob("*") if file.is_file())}
+    assert totals[0] - damaged <= read[-1] <= totals[0]
+
+
+def test_a_command_tells_the_share_of_a_long_reading(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "LONG_BYTES", 0)
+    main(["--progress=json", "debug", str(hosts)])
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert [event["what"] for event in events if event["event"] == "progress"][-1] == "reading"
+    assert events[-1]["is_finished"]
+    assert events[-1]["done"] > 0
 
 
 def test_several_processes_give_what_one_gives(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
