@@ -22,9 +22,10 @@ from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_proce
 from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
-from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, Writer, read_text
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
 from titan_ckpt.debug.read.text.nccl_calls import told_by
 from titan_ckpt.debug.read.text.streams import Stream
+from titan_ckpt.debug.read.text.writers.labels import Writer
 from titan_ckpt.parsing.unpacking import PACKED
 
 STREAMED_BYTES = 4 << 20

@@ -13,7 +13,7 @@ from itertools import pairwise
 from signal import SIGKILL
 
 from titan_ckpt.debug.diagnosis.advice import advice
-from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, said, waited_in
+from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, event_of, in_subgroup, said, waited_in
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first, heeded_sigterm, loss_of
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
@@ -271,6 +271,8 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
         RankState.IN_TEARDOWN,
     ):
         return True
+    if heeded_sigterm(record) and any(map(in_subgroup, run.ranks.values())):
+        return False  # it may have waited in another group for one of those
     if record.log is None or (has_unseen and not busy_by_log(record)):
         return False
     if any("enqueued" in event.values for event in record.events if event.kind == EventKind.HEARTBEAT):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.from_logs.by_source import without_group, wrong_peer
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.frames import INIT
+from titan_ckpt.debug.incident.frames import INIT, is_library
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
@@ -44,6 +45,7 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
     is_rooted = _bare(calls[other.rank]) in _ROOTED or any(
         _is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits
     )
+    is_rooted = is_rooted or any(in_subgroup(run.ranks[rank]) for rank in witnesses)
     if is_rooted:
         basis = Basis.LEFT_ROOTED
     key = next(
@@ -149,6 +151,25 @@ def _routine(run: Run, places: Mapping[int, str]) -> str:
     below = {place for rank, place in places.items() if _call_of(run.ranks[rank]) in ROUTINE}
     distinct = {place for place in places.values() if place}
     return next(iter(below)) if len(below) == 1 and len(distinct) == 2 and all(places.values()) else ""
+
+
+_SUBGROUP = re.compile(r"\b(?:process_)?group ?= ?(?!None\b|(?:\w{1,40}\.){0,4}WORLD\b)\w")
+_TENSOR = (
+    "/torch/distributed/tensor/",
+    "/torch/distributed/_functional_collectives.py",
+)  # which name their group always
+
+
+def in_subgroup(record: RankRecord) -> bool:
+    """Whether the traceback of a wait shows that it was in a group that the program named: whoever waits there waits for a
+    member of that group, which may be elsewhere with all others."""
+    event = event_of(record, SYMPTOMS, needs="type")
+    calls = event.calls if event is not None else ()
+    return any(
+        any(part in frame.file for part in _TENSOR)
+        or (not is_library(frame) and _SUBGROUP.search(frame.text) is not None)
+        for frame in calls
+    )
 
 
 ROUTINE = ("backward", "forward")

@@ -153,14 +153,19 @@ def _events(run: Run, kinds: Sequence[EventKind]) -> Iterator[LogEvent]:
 
 
 OUTLIVED_S = 10.0
+SEVERAL = 2  # steps
 
 
 def _is_history(log: RankLog, event: LogEvent) -> bool:
-    """Whether the job ended well, or its steps went on for long, after a text: a caught error, or one that was quoted."""
+    """Whether the job ended well, or its steps went on for long, after a text: a caught error, or one that was quoted. Where a
+    wait gave up, its rank has caught that if it came to several steps more."""
     if event.source == log.source and log.done_line > event.line:
         return True
-    newest_s = max(log.step_times.values(), default=None)
-    return newest_s is not None and event.time_s is not None and newest_s - event.time_s > OUTLIVED_S
+    if event.time_s is None:
+        return False
+    later = [time_s for time_s in log.step_times.values() if time_s > event.time_s]
+    is_caught = event.kind == EventKind.COMM_TIMEOUT and len(later) >= SEVERAL
+    return is_caught or max(later, default=0.0) - event.time_s > OUTLIVED_S
 
 
 def _numbers(names: str) -> set[int]:

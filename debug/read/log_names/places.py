@@ -6,7 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.read.text.job_text import JobText, Writer
+from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.writers.labels import Writer
 
 
 def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, int]:

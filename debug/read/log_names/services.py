@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from titan_ckpt.debug.read.text.job_text import Writer
+from titan_ckpt.debug.read.text.writers.labels import Writer
 
 _NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
 _SERVICE = re.compile(r"(?P<name>[A-Za-z][\w.-]{0,60}?)(?P<number>\d{1,5})-1")

@@ -15,13 +15,11 @@ from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixe
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.caught import Caught, mark
 from titan_ckpt.debug.read.text.writers.introductions import ON_HOST, STARTED, introduction, listening_rank
+from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
 from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
 
-Writer = tuple[
-    str, str, int
-]  # what kind of number, where it counts, the number: ("rank", "", 3), ("local", host, 0), ("pid", host, 12)
 NOBODY: Writer = ("job", "", -1)
 OWN = "own"  # the kind of writer of the lines without a prefix in a file of one rank
 MAX_WRITERS = 200_000
@@ -61,6 +59,7 @@ class JobText:
     _in_groups: set[int] = field(default_factory=set)  # ranks that torch named by their place in a process group alone
     _groups: set[str] = field(default_factory=set)
     _is_block: bool = False  # it repeats all that this process wrote
+    _labels: Labels = field(default_factory=Labels)
     caught: Caught = field(default_factory=Caught)
 
     def __post_init__(self) -> None:
@@ -76,8 +75,7 @@ class JobText:
         self.num_lines += 1
         if self.caught.is_quote(number, line.text):
             return
-        if self.began_s is None:
-            self.began_s = line.time_s
+        self.began_s = line.time_s if self.began_s is None else self.began_s
         writer = self._writer(line)
         if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
             writer = self._named_inside(line, writer)
@@ -105,15 +103,15 @@ class JobText:
         num_notes = len(self.endings.notes)
         if self.endings.take(number, line):
             self._begin_attempt()
-        if not self.told_line and self.endings.told:
-            self.told_line = number
+        self.told_line = number if self.endings.told and not self.told_line else self.told_line
         if len(self.endings.notes) > num_notes and writer[0] in ("rank", "local", "pid"):
             self.shells[number] = writer
         stream = self.writers.get(writer)
         if stream is None:
             if len(self.writers) >= MAX_WRITERS:
                 return
-            stream = self.writers[writer] = Stream(source=self.source, rank=writer[2] if writer[0] == "rank" else -1)
+            rank, is_own = writer[2] if writer[0] == "rank" else -1, writer[0] in ("rank", "local", "pid")
+            stream = self.writers[writer] = Stream(source=self.source, rank=rank, is_own=is_own)
         before = stream.last_step
         if is_begun:
             stream.take(number - 1, replace(line, text=f"{TRACEBACK}:", shown=f"{TRACEBACK}:"))
@@ -169,15 +167,16 @@ class JobText:
                 self.hosts.setdefault(line.rank, line.host)
             for name in names or ([self.default] if self.default[0] == "local" else ()):
                 self.links.setdefault(name, line.rank)
+                self._labels.note(name, line.rank, line.text, self.writers)
             return ("rank", "", line.rank)
         if line.is_nccl and self.default[0] == "rank":  # NCCL runs in the rank itself, whose file this is
             self.links.setdefault(names[0], self.default[2])
         if names:
             if line.node is not None:
                 self.nodes.setdefault(names[-1], line.node)
-            return names[-1]
+            return self._labels.owner(names[-1])
         if self.default is not NOBODY:
-            return self.default
+            return self._labels.owner(self.default)
         if line.task is not None:
             return ("task", "", line.task)
         if line.node is not None:

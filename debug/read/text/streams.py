@@ -15,7 +15,7 @@ from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
-from titan_ckpt.debug.read.text.routine import Routine
+from titan_ckpt.debug.read.text.routine import BAR, DONE, STEP, GoesOn, Routine
 from titan_ckpt.debug.read.text.writers.log_records import CHAINED, TRACEBACK
 
 TAIL_LINES = 40
@@ -25,14 +25,6 @@ MAX_SOURCE = 300  # characters of a source line
 MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
-_STEP = re.compile(r"\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
-_BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
-# What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
-_DONE = re.compile(
-    r"(?:[Tt]raining|TRAINING|[Rr]un|[Jj]ob) (?:is |has |was )?(?:completed?|finished|done|ended successfully)\b"
-    r"(?! with| on| at step)"
-    r"|`Trainer\.fit` stopped: |'train_runtime': |^\s*\[exiting program at iteration "
-)
 _MARGIN = re.compile(r" {2,40}[|] ")  # CPython's, before the lines of an exception group
 _FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
@@ -53,6 +45,9 @@ _CRASH = re.compile(
 )
 _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
+_FLUSHED = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\b"
+)  # `logging.Formatter.default_time_format`, its milliseconds
 _RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
 _FIRST_KINDS = (
     EventKind.WATCHDOG,
@@ -70,6 +65,7 @@ class Stream:
 
     source: str
     rank: int = -1
+    is_own: bool = False  # one rank wrote all of it, if it is not known which
     first: list[LogEvent] = field(default_factory=list)
     last: deque[LogEvent] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS // 2))
     tail: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
@@ -87,6 +83,7 @@ class Stream:
     bar: int = 0  # how far its last progress bar was; one that closes is written once more
     previous: str = ""  # the line before
     announced: str = ""  # by which log record a traceback was, its numbers removed
+    is_flushed: bool = False  # `logging` wrote the line, which holds nothing back
     is_ignored: bool = False  # the interpreter says so of the exception that follows
     crash: list[str] | None = None
     details: int = 0  # lines that may still belong to NCCL's message
@@ -101,6 +98,7 @@ class Stream:
         if not text.strip():
             return
         self.tail.append((number, line.shown or text))
+        self.is_flushed = self.is_own and _FLUSHED.match(line.shown) is not None
         self._note_time(number, line)
         if self.crash is not None and len(self.crash) < MAX_CRASH_LINES:
             self.crash.append(text)
@@ -155,17 +153,17 @@ class Stream:
             self.time_s, self.zone, self.time_line = time_s, line.zone, number
         if (
             "rain" in line.text or "exiting" in line.text or " done" in line.text or "nished" in line.text
-        ) and _DONE.search(line.text[:400]):
+        ) and DONE.search(line.text[:400]):
             self.done_line = number
         is_trusted = time_s is not None or (self.frames is None and "rror" not in line.text)
         if "'loss':" in line.text and "'epoch':" in line.text:  # Transformers' Trainer, which names no step
             self.last_step_line = number
-        if "<" in line.text and (bar := _BAR.search(line.text)):
+        if "<" in line.text and (bar := BAR.search(line.text)):
             if int(bar.group(1)) > self.bar:
                 self.last_step_line = number
             self.bar = int(bar.group(1))
         low = line.text.lower() if is_trusted else ""
-        if ("step" in low or "iteration" in low) and (step := _STEP.search(line.text)):
+        if ("step" in low or "iteration" in low) and (step := STEP.search(line.text)):
             sign = -1 if line.text[step.start(1) - 2 : step.start(1)] == " -" else 1
             self.last_step, self.last_step_line = sign * int(step.group(1)), number
             if time_s is not None and len(self.step_times) < MAX_STEPS:
@@ -194,8 +192,12 @@ class Stream:
             self._keep(number, text, kind, values, raised is not None)
             self._open(kind)
             self.details = MOST_DETAILS if "type" in values and "NCCL error" in text else 0
-        elif self.frames is None and not _RECORD.search(text[:200]) and self.routine.take(text):
-            self._outlive()
+        elif (
+            self.frames is None
+            and not _RECORD.search(text[:200])
+            and (goes_on := self.routine.take(text, is_flushed=self.is_flushed))
+        ):
+            self._outlive(is_sure=goes_on == GoesOn.SURELY)
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
 
@@ -205,11 +207,11 @@ class Stream:
             self.open_errors.append((self.last or self.first)[-1])
             self.routine.mark()
 
-    def _outlive(self) -> None:
-        """The program went on with its routine: it had caught the errors that it logged, and other ones if no end of it tells
-        otherwise: what Python had in a buffer comes after the traceback of which it ended."""
+    def _outlive(self, *, is_sure: bool) -> None:
+        """The program went on with its routine: it had caught the errors that it logged, and other ones surely, or if no end of
+        it tells otherwise: what Python had in a buffer comes after the traceback of which it ended."""
         for event in self.open_errors:
-            name = "outlived" if "announced" in event.values or "alone" in event.values else "went_on"
+            name = "outlived" if is_sure or "announced" in event.values or "alone" in event.values else "went_on"
             for box in (self.last, self.first):
                 place = next((n for n in range(len(box) - 1, -1, -1) if box[n] is event), None)
                 if place is not None:

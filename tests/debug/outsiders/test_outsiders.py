@@ -14,7 +14,7 @@ from titan_ckpt.debug import diagnose, open_run
 Pieces = dict[str, tuple[Path, dict[str, Any]]]
 LEAST_RIGHT = {
     "outsiders/first": 455, "outsiders/second": 218, "outsiders/third": 168, "outsiders/fourth": 90, "outsiders/fifth": 220,
-    "outsiders/sixth": 199,
+    "outsiders/sixth": 199, "outsiders/seventh": 145,
 }  # fmt: skip
 EXPECTED = pinned()
 
