@@ -20,6 +20,7 @@ from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
+from titan_ckpt.debug.live.stopped import with_stopped
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.html_page import report_html
@@ -177,7 +178,7 @@ def _read(path: str, incident: str | None = None) -> Run:
             if total_bytes >= LONG_BYTES:
                 progress.show(read_bytes, total_bytes)
 
-        return open_run(path, incident=incident, on_read=show)
+        return with_stopped(open_run(path, incident=incident, on_read=show), path, time.time())
 
 
 def _look(path: str) -> tuple[Run, list[Verdict]]:

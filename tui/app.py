@@ -48,6 +48,7 @@ class TitanApp(App[None]):
     CSS_PATH = "app.tcss"
     TITLE = "titan-ckpt"
     ENABLE_COMMAND_PALETTE = True
+    ALLOW_SELECT = False  # `y` copies; a selection would take ctrl+c
     COMMANDS = App.COMMANDS | {Jumps}
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide")]  # noqa: RUF012 (as Textual declares it)
     VERTICAL_BREAKPOINTS = [(0, "-tiny"), (18, "-low"), (30, "-tall")]  # noqa: RUF012
@@ -240,10 +241,10 @@ class TitanApp(App[None]):
             self._follow()
 
     def _follow(self) -> None:
-        """Look again: while following, and once more when one look at a live job has to be confirmed."""
+        """Look again while following, and where one look has to be confirmed; else judge a job anew that may go on."""
         incident = self.session.incident.value
-        if self.session.is_following or (incident is not None and incident.is_unconfirmed):
-            self._loader.reload_if_rested()
+        is_open = self.session.is_following or (incident is not None and incident.is_unconfirmed)
+        (self._loader.reload_if_rested if is_open else self._loader.judge_if_rested)()
 
     def action_follow(self) -> None:
         self.session.is_following = not self.session.is_following

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import logging
 import os
@@ -19,7 +20,7 @@ from titan_ckpt.console.output import write_text
 from titan_ckpt.console.picture import add_force_flag
 from titan_ckpt.errors import UsageError
 from titan_ckpt.tui import tasks
-from titan_ckpt.tui.app import TitanApp
+from titan_ckpt.tui.app import INTERRUPTED, TitanApp
 from titan_ckpt.tui.data.content import Content, opened
 from titan_ckpt.tui.driver import driver_after
 from titan_ckpt.tui.screenshot import write_screenshot
@@ -127,21 +128,30 @@ def _show(content: Content, arguments: argparse.Namespace) -> int:
     lightness, typed = ask_background()
     theme, driver = arguments.theme or fitting_theme(lightness), driver_after(typed)
     app = TitanApp(content, first_screen=arguments.screen, theme=theme, driver_class=driver)
-    with logs_on_bottom_line(app), hangup_as_end():
+    with logs_on_bottom_line(app), ended_by_signals(app):
         app.run()
     return app.return_code or 0
 
 
 @contextlib.contextmanager
-def hangup_as_end() -> Iterator[None]:
-    """Let SIGHUP end the screens as SIGTERM does, so that the terminal, if it is still there, is set back; `nohup` stays."""
-    before = signal.getsignal(signal.SIGHUP)
-    if before == signal.SIG_DFL:
-        signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGTERM))
+def ended_by_signals(app: TitanApp) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the screens as `q` does: the terminal, if it is still there, is set back. `nohup` stays."""
+
+    def end(*_: object) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError as error:  # before the screens, or after them
+            raise KeyboardInterrupt from error
+        loop.call_soon_threadsafe(app.exit, None, INTERRUPTED)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
+        signal.signal(number, end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

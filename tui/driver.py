@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
 import time
 from codecs import getincrementaldecoder
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar, TextIO
 
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
@@ -64,10 +66,41 @@ class Sieve:
         return text[: begun.start()]
 
 
+class _Screen:
+    """The terminal's file. What is written to one that is gone is dropped: SIGHUP ends the program."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, text: str) -> None:
+        with _unless_gone():
+            self._file.write(text)
+
+    def flush(self) -> None:
+        with _unless_gone():
+            self._file.flush()
+
+
+@contextlib.contextmanager
+def _unless_gone() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+
+
 class TerminalDriver(LinuxDriver):
     """Textual's driver with the sieve. Bytes that are not UTF-8, such as a letter typed in a Latin-1 terminal, end nothing."""
 
     typed_before: ClassVar[bytes] = b""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._file: Any = _Screen(self._file)
 
     def write(self, data: str) -> None:
         """Write to the terminal; a copy also in the form that a multiplexer passes on, as not each keeps copies by itself."""

@@ -12,11 +12,11 @@ from titan_ckpt.tui.session.session import Session
 HINT = "go to a rank (12), an operation (#7), a step (step 40), a host (node3) or a time (14:05:30)"
 _SCREENS_OF_RANKS = (2, 3, 6)
 _MOST_HOSTS, _MOST_RANKS = 8, 16
-_TIME = re.compile(r"\d+:\d+.*")
+_TIME = re.compile(r"(?:\d{4}-\d\d-\d\d[ T])?(?:[01]?\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:[.,]\d*)?)?(?: UTC)?")
 
 
 def is_time(text: str) -> bool:
-    """Whether `text` is a time, such as 14:05."""
+    """Whether `text` is a time, such as 14:05, or 2026-11-21 14:05:30 UTC as the screens write it."""
     return _TIME.fullmatch(text) is not None
 
 
@@ -36,7 +36,8 @@ def link_to(session: Session, text: str, screen: int) -> RowLink | None:
         return RowLink(screen=there, rank=rank) if rank in incident.run.ranks else None
     if match := re.fullmatch(r"#(\d{1,18})", text):
         return _link_to_operation(session, incident, int(match[1]))
-    ranks = (rank for rank, record in incident.run.ranks.items() if text and record.host.startswith(text))
+    host = text.removeprefix("host ")
+    ranks = (rank for rank, record in incident.run.ranks.items() if host and record.host.startswith(host))
     return next((RowLink(screen=there, rank=rank) for rank in ranks), None)
 
 

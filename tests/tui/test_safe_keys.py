@@ -79,7 +79,7 @@ async def test_no_prompt_takes_text_for_commands() -> None:
                 app.post_message(events.Key({"/": "slash"}.get(character, character), character))
             app.post_message(events.Paste("/text\nq\nx\n"))
             await settled(app, pilot)
-            assert prompt_of(app).value == "/queue/text", keys
+            assert prompt_of(app).value == "/queue/text q x", keys
             await press(app, pilot, "escape")
             assert (app.is_running, app.pane.filter_text) == (True, ""), keys
 
@@ -110,7 +110,7 @@ async def test_pasted_text_runs_no_command() -> None:
         await press(app, pilot, "slash")
         app.post_message(events.Paste("rank 3\nq\n"))
         await settled(app, pilot)
-        assert prompt_of(app).value == "rank 3"
+        assert prompt_of(app).value == "rank 3 q"
 
 
 async def test_ctrl_c_quits_after_one_question() -> None:

@@ -15,11 +15,11 @@ from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
+from titan_ckpt.debug.live import stopped
 from titan_ckpt.debug.live.processes import Process
 from titan_ckpt.tui import bars, editor, terminal, themes
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import tabs_text
-from titan_ckpt.tui.data import stopped
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident

@@ -22,6 +22,7 @@ from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
+from titan_ckpt.debug.live.stopped import with_stopped
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
@@ -35,8 +36,7 @@ from titan_ckpt.tui.data.grid import (
     failed_rows,
     newest_late,
 )
-from titan_ckpt.tui.data.p2p import P2P_VERDICTS, missing_halves, ordinal, p2p_lanes
-from titan_ckpt.tui.data.stopped import with_stopped
+from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
 
@@ -245,7 +245,7 @@ class Incident:
         that a rank waits in, else the last."""
         top, last = self.top, int(lane.last.max())
         if self.is_p2p(lane):
-            missing = self.left_out(lane)
+            missing = self.left_out(lane) or different_halves(self.run, lane, top)
             places = [place for place in missing if lane.members[place] in top.culprits] or list(missing)
             column = missing[places[0]] if places else last - 1
             return lane.first_seq + (column if (lane.row[:, column] >= 0).any() else last - 1)

@@ -93,7 +93,7 @@ def parse_clock(text: str, near_ms: int) -> int | None:
     >>> parse_clock("00:01:02.5", near_ms=86_400_000) - 86_400_000, parse_clock("noon", 0)
     (62500, None)
     """
-    match = _CLOCK.fullmatch(text.strip())
+    match = _CLOCK.fullmatch(text.strip().removesuffix(" UTC"))
     if match is None:
         return None
     day, hours, minutes, seconds, fraction = match.groups()

@@ -177,12 +177,18 @@ def process_text(incident: Incident, rank: int) -> str:
 
 
 def line_text(incident: Incident, rank: int) -> str:
-    """The line of the fault: of the verdict, of what it says of the rank, else where the rank was."""
-    state, top = incident.states.get(rank), incident.top
-    said = [(item.file, item.line) for item in top.evidence if item.rank == rank and item.file]
-    seen = [(state.frame.file, state.frame.line)] if state is not None and state.frame is not None else []
-    file, line = next(iter([*([(top.file, top.line)] if top.file else []), *said, *seen]), ("", 0))
+    """The line of the fault, else where the rank was."""
+    state = incident.states.get(rank)
+    seen = (state.frame.file, state.frame.line) if state is not None and state.frame is not None else ("", 0)
+    file, line = fault_line(incident, rank) or seen
     return f"{file.rpartition('/')[2]}:{line}" if file else ""
+
+
+def fault_line(incident: Incident, rank: int) -> tuple[str, int] | None:
+    """File and line of the verdict, or of what it says of the rank."""
+    top = incident.top
+    said = ((item.file, item.line) for item in top.evidence if item.rank == rank and item.file)
+    return (top.file, top.line) if top.file else next(said, None)
 
 
 def confidence_word(confidence: float) -> str:

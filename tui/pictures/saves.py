@@ -86,7 +86,8 @@ def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> 
     )
     yield from fact("created", manifest.created, width)
     yield from fact("mesh", str(manifest.mesh or "not recorded"), width)
-    yield from fact("size", f"{format_size(manifest.size_bytes)} in {counted(len(manifest.files), 'file')}", width)
+    stored = f"{format_size(sum(file.size_bytes for file in manifest.files))} in {counted(len(manifest.files), 'file')}"
+    yield from fact("size", f"{format_size(manifest.size_bytes)} of tensors, {stored}", width)
     yield from fact("tensors", f"{len(manifest.tensors):,}, other values {len(manifest.objects):,}", width)
     yield from fact("dtypes", _dtypes(opened), width)
     yield from fact("codecs", ", ".join(sorted(set(manifest.codecs))), width)

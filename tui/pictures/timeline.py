@@ -73,8 +73,9 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         )
         yield row(name, " ", *_bar(incident, ranks[0], codes, stop), link=link, is_problem=is_culprit)
     yield row()
+    mark = [(f"{_STOP} the last one begins to wait", Role.DIM)] if 0 <= stop < cells else []
     yield row(*(span for code in sorted({DONE, *seen} - {BLANK}, reverse=True) for span in
-                ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
+                ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")), *mark)  # fmt: skip
 
 
 def _bar(incident: Incident, rank: int, codes: Sequence[int], stop: int) -> Iterator[TextSpan]:

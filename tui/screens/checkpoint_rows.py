@@ -258,7 +258,9 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     writes = f"{counted(facts.num_files, 'file')} of {smallest} to {largest}"
     yield row(f"  write     {format_size(facts.written_bytes)} in {writes}")
     yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
-    yield row(f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {facts.num_groups:,} waves")
+    yield row(
+        f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {counted(facts.num_groups, 'wave')}"
+    )
     for read in facts.largest_reads[:3]:
         yield row((f"  largest   {format_size(read.length)} at {read.start:,} of {read.object}", Role.DIM))
     if facts.guessed:

@@ -103,6 +103,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = [] if incident.is_over else outliers(lane, newest, incident.top.culprits)
+        odd += [] if incident.is_over or incident.is_slow else _at_fault(incident, lane, odd)
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>7}  "
         yield row(*_beginning(name, ranks_text(lane.members, 4), columns), done,
@@ -143,6 +144,14 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
     return row(*_beginning(name, ranks_text(lane.members, 4), columns), gap,
                *(odd or [("none", Role.DIM)]),
                link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
+
+
+def _at_fault(incident: Incident, lane: Lane, odd: Sequence[TextSpan]) -> list[TextSpan]:
+    """The ranks at fault among the members, where no outlier names them: one that is stuck has issued what all have."""
+    culprits = [rank for rank in incident.top.culprits if rank in lane.members]
+    if not culprits or any(role == Role.BAD for _, role in odd):
+        return []
+    return [*[("; ", Role.DIM)] * bool(odd), (f"{CULPRIT} {ranks_named(culprits, 4)} at fault", Role.BAD)]
 
 
 def outliers(lane: Lane, newest: int, culprits: Sequence[int]) -> list[TextSpan]:

@@ -75,6 +75,11 @@ class SessionLoader:
         if time.monotonic() >= self._not_before_s:
             self.reload()
 
+    def judge_if_rested(self) -> None:
+        """Judge a job that may go on anew, if the last look has ended long enough ago; nothing else is loaded."""
+        if not self.is_busy and time.monotonic() >= self._not_before_s and self._may_go_on():
+            self._load_incident(self._session.content)
+
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
         s.content = content

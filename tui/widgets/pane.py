@@ -229,9 +229,13 @@ class Pane(Vertical):
         return view.current.whole if view.current else ""
 
     def place_to_edit(self) -> tuple[str, int] | None:
-        """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it."""
+        """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it; else the
+        first that the details show."""
         current = self.focused_view.current
-        return current.at if current is not None else None
+        details = (
+            row.at for view in self.query(PartView) if view.is_shown and view.part.is_of_line for row in view.rows_shown
+        )
+        return current.at if current is not None and current.at else next(filter(None, details), None)
 
     # -- shared by all screens
 

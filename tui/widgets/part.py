@@ -56,6 +56,11 @@ class PartView(LineView):
         """The room for its rows."""
         return Space(name=self.part.name, width=self.line_width, height=self.scrollable_content_region.height)
 
+    @property
+    def rows_shown(self) -> tuple[Row, ...]:
+        """Its rows, also those out of sight."""
+        return self._shown
+
     def show_rows(self, rows: Iterable[Row]) -> None:
         """Replace the rows, and begin at the first; what is shown already stays as it is."""
         new = tuple(rows)

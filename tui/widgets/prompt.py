@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from textual import events
 from textual.widgets import Input
 from textual.widgets.input import Selection
 
@@ -30,6 +31,10 @@ class Prompt(Input):
         self.remove_class("hidden")
         self._then = then
         self.screen.set_focus(self)
+
+    def _on_paste(self, event: events.Paste) -> None:
+        """Take all lines that are pasted, as one: Textual's own handler, which follows, takes the first alone."""
+        event.text = " ".join(event.text.splitlines())
 
     def close(self) -> Callable[[str], None] | None:
         """Hide it, and return who asked."""

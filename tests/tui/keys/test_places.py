@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from textual import events
+
 from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.debug.incident.records import Heartbeat
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.incident import load_incident
+from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Loadable
 from tools.paths import DATA, INCIDENTS
@@ -90,3 +99,92 @@ def test_a_long_reading_tells_its_share() -> None:
     assert told[-1].endswith("(100%)")
     assert len(told) > 2
     assert Loadable("logs", is_loading=True, share=told[0]).text == f"reading logs, {told[0]} ..."
+
+
+async def test_ctrl_c_asks_also_after_a_double_click() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await pilot.double_click(app.pane.body, offset=(22, 1))
+        await settled(app, pilot)
+        await press(app, pilot, "ctrl+c")
+        assert "press ctrl+c again to quit" in screen_text(app)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("2026-11-21 02:07:11", "dumped flight recorder"),
+        ("2026-11-21 02:07:11 UTC", "dumped flight recorder"),
+        ("25:61", "'25:61' is no rank, operation, step, host or time"),
+        ("99:99:99", "'99:99:99' is no rank, operation, step, host or time"),
+    ],
+)
+async def test_a_time_is_gone_to_as_the_screens_write_it(text: str, shown: str) -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        app.go_to(text)
+        await settled(app, pilot)
+        assert shown in (app.pane.text_to_copy() if shown.startswith("dumped") else screen_text(app))
+
+
+async def test_a_host_is_found_by_its_name_and_the_word() -> None:
+    app = TitanApp(find_content(str(DATA / "injected" / "p2p_size")), clock=lambda: 1.8e9)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        app.go_to("host n0")
+        await settled(app, pilot)
+        assert app.pane.number == 6
+
+
+async def test_the_line_of_the_fault_is_shown_and_edited() -> None:
+    """The sender of a wrong size went on to a barrier; the cursor is on its send, the fifth."""
+    app = TitanApp(find_content(str(DATA / "injected" / "p2p_size")), clock=lambda: 1.8e9, first_screen=2)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        text = screen_text(app)
+        assert "v 5th" in text
+        assert "fault at" in text
+        assert app.pane.place_to_edit() == ("/srv/train/titan_ckpt/debug/faults.py", 269)
+
+
+@pytest.mark.parametrize("case", ["sigstop", "dataloader"])
+async def test_a_group_of_a_stuck_rank_names_it(case: str) -> None:
+    app = TitanApp(find_content(str(INCIDENTS / case)), clock=lambda: 1.8e9, first_screen=4)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        (line,) = [line for line in screen_text(app).splitlines() if "default_pg 0-3" in line]
+        assert f"rank {1 if case == 'sigstop' else 3}" in line
+
+
+async def test_all_lines_of_a_paste_are_taken() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=5)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "slash")
+        app.post_message(events.Paste("step 2\nq\n"))
+        await settled(app, pilot)
+        assert app.prompt.value == "step 2 q"
+
+
+async def test_a_live_job_is_judged_anew_without_following(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recording whose recorders wrote a second ago may go on; an old one is looked at once."""
+    found = load_incident(str(DATA / "run"))
+    for age_s, is_live in ((1.0, True), (4000.0, False)):
+        looks: list[float] = []
+        now_s = time.time()
+        beat = Heartbeat(step=7, phase="", phase_ns=0, alive_ns=int((now_s - age_s) * 1e9), source="")
+        ranks = {rank: replace(record, heartbeat=beat, exit=None) for rank, record in found.run.ranks.items()}
+        live = replace(found, run=replace(found.run, ranks=ranks))
+
+        def look(*_: object, live: Incident = live, looks: list[float] = looks, **__: object) -> Incident:
+            looks.append(time.time())
+            return live
+
+        monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", look)
+        app = TitanApp(find_content(str(DATA / "run")), clock=partial(float, now_s))
+        async with app.run_test(size=(100, 30)) as pilot:
+            await settled(app, pilot)
+            await asyncio.sleep(4.5)
+            assert (len(looks) > 2) == is_live
