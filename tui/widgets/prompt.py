@@ -32,7 +32,7 @@ class Prompt(Input):
         self._then = then
         self.screen.set_focus(self)
 
-    def _on_paste(self, event: events.Paste) -> None:
+    def on_paste(self, event: events.Paste) -> None:
         """Take all lines that are pasted, as one: Textual's own handler, which follows, takes the first alone."""
         event.text = " ".join(event.text.splitlines())
 
