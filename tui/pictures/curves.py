@@ -25,6 +25,7 @@ class Curve:
     steps: Floats
     values: Floats
     role: Role
+    is_smoothed: bool = False
 
 
 def smoothed(values: Floats, weight: float) -> Floats:
@@ -78,11 +79,12 @@ def panel_rows(
 
 
 def _shown_value(curve: Curve, spot: float | None) -> str:
-    known = np.isfinite(curve.values)
+    known, how = np.isfinite(curve.values), ", smoothed" if curve.is_smoothed else ""
     if spot is not None:
         place = int(np.abs(curve.steps - spot).argmin())
-        return f"   step {number(float(curve.steps[place]))}: {number(float(curve.values[place])) if known[place] else '-'}"
-    return f"   newest {number(float(curve.values[known][-1]))}" if known.any() else ""
+        value = number(float(curve.values[place])) if known[place] else "-"
+        return f"   step {number(float(curve.steps[place]))}: {value}{how}"
+    return f"   newest {number(float(curve.values[known][-1]))}{how}" if known.any() else ""
 
 
 def _tick(line: int, rows: int, over: Range) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import ClassVar
@@ -11,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.errors import TitanError
-from titan_ckpt.location import redact
+from titan_ckpt.location import join, redact
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
@@ -104,8 +105,9 @@ class TrainingPane(Pane):
             if self.filter_text.casefold() not in title.casefold():
                 continue
             smooth = smoothed(values, SMOOTHINGS[self._smoothing])
-            curves = [Curve(steps=metrics.steps, values=smooth, role=Role.GOOD)]
-            if self._smoothing:
+            is_smoothed = self._smoothing > 0
+            curves = [Curve(steps=metrics.steps, values=smooth, role=Role.GOOD, is_smoothed=is_smoothed)]
+            if is_smoothed:
                 curves.append(Curve(steps=metrics.steps, values=values, role=Role.DIM))
             if self._other is not None and title in others:
                 found = smoothed(others[title], SMOOTHINGS[self._smoothing])
@@ -189,7 +191,12 @@ class TrainingPane(Pane):
                 self._other = found
                 self.update_rows()
 
-        self.work("reading the other run", _reader(url), take)
+        self.work("reading the other run", _reader(_beside(url, self.session.content.url)), take)
+
+
+def _beside(url: str, shown: str) -> str:
+    """Where the other run is: a name alone that is no folder here is that of a run beside the one that is shown."""
+    return url if "/" in url or os.path.exists(url) else join(shown.rstrip("/").rpartition("/")[0] or "/", url)
 
 
 def _reader(url: str) -> Callable[[], Metrics | str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shutil
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 from textual import events
@@ -16,6 +19,7 @@ from titan_ckpt.tui import tasks
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
+from titan_ckpt.tui.screens.training import TrainingPane
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Loadable
 from tools.paths import DATA, INCIDENTS
@@ -188,3 +192,23 @@ async def test_a_live_job_is_judged_anew_without_following(monkeypatch: pytest.M
             await settled(app, pilot)
             await asyncio.sleep(4.5)
             assert (len(looks) > 2) == is_live
+
+
+async def test_a_smoothed_value_is_called_so() -> None:
+    app = TitanApp(find_content(str(DATA / "run")), clock=lambda: 1.8e9, first_screen=8)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        assert "smoothed" not in screen_text(app)
+        await press(app, pilot, "s")
+        assert re.search(r"loss +newest [\d.]+, smoothed", screen_text(app))
+
+
+async def test_a_run_beside_this_one_is_drawn_by_its_name(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(DATA / "run", tmp_path / name)
+    app = TitanApp(find_content(str(tmp_path / "a")), clock=lambda: 1.8e9, first_screen=8)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "o b enter")
+        await settled(app, pilot)
+        assert app.query_one(TrainingPane)._other is not None
