@@ -86,9 +86,8 @@ class RunEvidence:
     host_of_file: dict[int, str] = field(default_factory=dict)
     pid_of_file: dict[int, int] = field(default_factory=dict)
     unusable_groups: set[int] = field(default_factory=set)
-    on_bytes: Callable[[int], object] = lambda _: (
-        None
-    )  # called with the bytes of each file, or piece of one, that was read
+    # Called with the bytes of each file, or piece of one, that was read.
+    on_bytes: Callable[[int], object] = lambda _: None
 
     def __post_init__(self) -> None:
         self.boxes = BoxReader(self.interner)

@@ -260,9 +260,7 @@ def _is_suspect(run: Run, rank: int, state: Situation, *, has_unseen: bool, is_c
     where it went on after its peers' connections closed, or where another rank is not known at all."""
     record = run.ranks[rank]
     if state.kind == RankState.IN_TORCH or (is_closed and (_was_ended_at_work(run, record) or _had_no_answer(run))):
-        return (
-            False  # it may have waited; or the others' connections closed because all were told to end, or one gave up
-        )
+        return False  # it may have waited; or the others' connections closed as all were told to end, or as one gave up
     if state.kind in (
         RankState.ON_CPU,
         RankState.FROZEN,

@@ -154,10 +154,8 @@ def _routine(run: Run, places: Mapping[int, str]) -> str:
 
 
 _SUBGROUP = re.compile(r"\b(?:process_)?group ?= ?(?!None\b|(?:\w{1,40}\.){0,4}WORLD\b)\w")
-_TENSOR = (
-    "/torch/distributed/tensor/",
-    "/torch/distributed/_functional_collectives.py",
-)  # which name their group always
+# Modules of torch that name their group always.
+_TENSOR = ("/torch/distributed/tensor/", "/torch/distributed/_functional_collectives.py")
 
 
 def in_subgroup(record: RankRecord) -> bool:

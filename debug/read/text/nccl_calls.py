@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK
 from titan_ckpt.debug.read.text.endings import Note
+from titan_ckpt.debug.read.text.writers.labels import Writer
 
 KEPT_CALLS = 256  # of each rank and communicator
 MOST_COMMS = 1 << 16
@@ -31,7 +32,6 @@ _INIT = re.compile(
     r"(?:.{0,120}?\bcommId (?P<id>0x[0-9a-f]{1,16}))?"
 )
 _P2P = ("Send", "Recv")
-Writer = tuple[str, str, int]
 
 
 @dataclass(slots=True)

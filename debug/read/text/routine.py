@@ -24,7 +24,7 @@ _LEAVES = re.compile(r"(?i)stop|shut|clos|exit|clean|kill|terminat|finali|destro
 
 
 class GoesOn(IntEnum):
-    """Whether a line shows that the program goes on: not, unless it had been in a buffer, or surely."""
+    """Whether a line shows that the program goes on. PERHAPS: the line may have been in a buffer when the program ended."""
 
     NO = 0
     PERHAPS = 1
@@ -52,7 +52,7 @@ class Routine:
         return GoesOn.PERHAPS if shape in self.habits else GoesOn.NO
 
     def _has_come_often(self, shape: str, text: str) -> bool:
-        """Whether a line that counts something came again and again since the mark: one that tells of an end may."""
+        """Whether a line with a number came again and again since the mark. What tells of an end may come once a part."""
         if self.since is None or not any(map(str.isdigit, text)) or _LEAVES.search(text):
             return False
         if shape in self.since or len(self.since) < MOST_SHAPES:

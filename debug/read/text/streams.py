@@ -45,9 +45,8 @@ _CRASH = re.compile(
 )
 _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
-_FLUSHED = re.compile(
-    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\b"
-)  # `logging.Formatter.default_time_format`, its milliseconds
+# `logging.Formatter.default_time_format`, with its milliseconds.
+_FLUSHED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\b")
 _RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
 _FIRST_KINDS = (
     EventKind.WATCHDOG,

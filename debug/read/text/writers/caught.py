@@ -20,9 +20,8 @@ _QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
 _PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
 
 _NO_FILES = ("<string>", "<stdin>")
-_BY_TORCH = re.compile(
-    r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} "
-)  # glog's prefix: what a process writes while it ends
+# glog's prefix: torch writes such lines while a process ends.
+_BY_TORCH = re.compile(r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} ")
 
 
 @dataclass(slots=True)
