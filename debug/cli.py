@@ -20,7 +20,7 @@ from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.live.stopped import with_stopped
+from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import open_run
 from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.html_page import report_html
@@ -178,7 +178,7 @@ def _read(path: str, incident: str | None = None) -> Run:
             if total_bytes >= LONG_BYTES:
                 progress.show(read_bytes, total_bytes)
 
-        return with_stopped(open_run(path, incident=incident, on_read=show), path, time.time())
+        return with_kernel_states(open_run(path, incident=incident, on_read=show), path, time.time())
 
 
 def _look(path: str) -> tuple[Run, list[Verdict]]:
@@ -202,7 +202,7 @@ _OF_A_MOMENT = (VerdictKind.RUNNING, VerdictKind.STUCK_ON_CPU, VerdictKind.RANK_
 def _is_ticking(evidence: Run) -> bool:
     """Whether a recorder wrote to its black box within the last seconds: then a second look shows more."""
     beats = (record.heartbeat for record in evidence.ranks.values())
-    return any(beat and not beat.is_stopped and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
+    return any(beat and beat.may_live and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
 
 
 def exit_code(top: Verdict, *, is_over: bool = False) -> int:

@@ -127,7 +127,7 @@ class TitanApp(App[None]):
     @property
     def is_settled(self) -> bool:
         """Whether all loading and computing is done."""
-        return not self._loader.is_busy and not self._working and self.pane.is_settled
+        return not self._loader.doing and not self._working and self.pane.is_settled
 
     def show_number(self, number: int) -> None:
         """Show a screen without adding to the history; its first frame is whole."""
@@ -374,7 +374,7 @@ class TitanApp(App[None]):
         if not self.query(Prompt) or self.prompt.is_open:  # there is none any more while the program ends
             return
         is_following = self.session.is_following
-        reading = [] if is_following else self._loader.reading
+        reading = [] if is_following else self._loader.doing
         doing = [*self._working, *(f"reading {what}" for what in reading)]
         keys = (*_COMMON_KEYS, *self.pane.useful_keys())
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)

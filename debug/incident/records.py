@@ -161,6 +161,12 @@ class Heartbeat:
     queued_ns: int = 0
     status: int | None = None
     is_leaving: bool = False  # it stopped, and the status that the process must leave at its end is not there
+    is_gone: bool = False  # the kernel of the machine on which it ran has no such process any more
+
+    @property
+    def may_live(self) -> bool:
+        """Whether no end of the process is known."""
+        return not (self.is_stopped or self.is_gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +234,11 @@ class RankRecord:
     has_recorder: bool = False
     groups: tuple[Group, ...] = ()
     splits: Mapping[tuple[int, int], Splits] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its process has ended, by its exit code or by the kernel."""
+        return self.exit is not None or (self.heartbeat is not None and self.heartbeat.is_gone)
 
     @property
     def events(self) -> tuple[LogEvent, ...]:

@@ -24,6 +24,7 @@ from titan_ckpt.store.open import open_store
 class AlarmKind(StrEnum):
     """What `watch` notices."""
 
+    GONE = "GONE"  # the kernel has no such process any more
     SILENT = "SILENT"  # a recorder stopped ticking
     STALLED = "STALLED"  # no rank changes its phase
     BEHIND = "BEHIND"  # a rank stays in a step that others have left
@@ -51,10 +52,11 @@ def read_heartbeats(store: Store) -> dict[int, Heartbeat]:
 
 def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> list[Alarm]:
     """What is wrong with these heartbeats at `now_ns`. Pure. Ranks that ended in good order are never named."""
-    running = {rank: beat for rank, beat in beats.items() if not beat.is_stopped}
+    gone = tuple(rank for rank, beat in beats.items() if beat.is_gone)
+    found = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"{rank_list(gone)} ended without a word")] if gone else []
+    running = {rank: beat for rank, beat in beats.items() if beat.may_live}
     limit_ns = int(after_s * 1e9)
     silent = tuple(rank for rank, beat in running.items() if now_ns - beat.alive_ns > limit_ns)
-    found = []
     if silent:
         age_s = max(now_ns - running[rank].alive_ns for rank in silent) / 1e9
         text = f"{rank_list(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"

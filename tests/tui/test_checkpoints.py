@@ -26,7 +26,7 @@ from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.runs import load_others, load_steps
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.upkeep.copy import copy_checkpoint
-from tools.paths import DATA
+from tools.paths import DATA, INCIDENTS
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(tmp_path: Pa
         assert "20  damaged" in listed
         assert "20  committed" not in listed
         assert "1 committed · 1 damaged" in listed
-        assert all(" B " not in line for line in lines_of(listed, 20)), "no size of a damaged step"
+        assert "128 B" in lines_of(listed, 20)[0]
         await press_now(app, pilot, "p enter")
         assert "damaged: 20" in screen_text(app)
         await press_now(app, pilot, "1")
@@ -284,6 +284,37 @@ async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(tmp_path: Path
     async with app.run_test(size=(140, 45)) as pilot:
         await settled(app, pilot)
         assert "20  damaged" in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 45)])
+async def test_a_step_without_its_data_is_damaged_before_the_cursor_is_on_it(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """At any width: the step named as the newest can be resumed from."""
+    run = two_steps(tmp_path / "run")
+    next((run / "step-00000020").rglob("*.distcp")).unlink()
+    app = TitanApp(find_content(str(run)), first_screen=1)
+    async with app.run_test(size=size) as pilot:
+        await settled(app, pilot)
+        assert "newest committed: step 10" in screen_text(app)
+        assert "20  damaged" in await press(app, pilot, "7")
+
+
+async def test_the_list_of_runs_tells_damage_and_what_ended_a_job(tmp_path: Path) -> None:
+    hung, whole = tmp_path / "runs" / "hung", two_steps(tmp_path / "runs" / "whole")
+    shutil.copytree(INCIDENTS / "skip", hung / "debug" / "20261121T020700Z")
+    configure(hung, "runs/hung", "")
+    next((whole / "step-00000020").rglob("*.distcp")).unlink()
+    for run, end in ((hung, ""), (whole, '{"event": "end", "reason": "completed", "time_s": 2.0}\n')):
+        (run / "metrics.jsonl").write_text(f'{{"event": "step", "step": 2, "loss": 1.5, "time_s": 1.0}}\n{end}')
+    app = TitanApp(find_content(str(tmp_path / "runs")), first_screen=7)
+    async with app.run_test(size=(120, 30)) as pilot:
+        await settled(app, pilot)
+        listed = screen_text(app)
+        assert ["hung", "silent", "2", "1.5", "none"] in [line.split()[:5] for line in listed.splitlines()]
+        assert "SKIPPED_COLLECTIVE: rank 2 skipped all_reduce #7" in listed
+        assert any(line.split()[1:6] == ["whole", "completed", "2", "1.5", "10"] for line in listed.splitlines())
+        assert lines_with(listed, "step-00000020/", "__0_0.distcp")
 
 
 async def test_a_healthy_job_over_damaged_steps_is_no_calm_bar() -> None:

@@ -24,7 +24,7 @@ from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DONE, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.metrics import parse_metric_lines
-from titan_ckpt.tui.data.runs import LastRecord
+from titan_ckpt.tui.data.run_folders import LastRecord
 from titan_ckpt.tui.data.timeline import Window, rank_codes, time_codes
 from titan_ckpt.tui.editor import open_in_editor
 from titan_ckpt.tui.pictures.braille import BRAILLE, dots

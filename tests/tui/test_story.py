@@ -15,7 +15,7 @@ from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
-from titan_ckpt.debug.live import stopped
+from titan_ckpt.debug.live import kernel_states
 from titan_ckpt.debug.live.processes import Process
 from titan_ckpt.tui import bars, editor, terminal, themes
 from titan_ckpt.tui.app import TitanApp
@@ -23,7 +23,7 @@ from titan_ckpt.tui.bars import tabs_text
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.data.standing import confidence_word, standing
+from titan_ckpt.tui.data.standing import alarms_now, confidence_word, may_go_on, standing, ticking
 from titan_ckpt.tui.goto import link_to, places
 from titan_ckpt.tui.rows import Role, RowLink
 from titan_ckpt.tui.screens.grid_rows import grid_of
@@ -94,12 +94,12 @@ def test_the_grid_shows_the_missing_and_the_different_half(case: str, codes: dic
 
 
 def live(incident: Incident, top: Verdict | None = None) -> Incident:
-    """The incident with heartbeats of this moment, and another verdict."""
+    """The incident with heartbeats of this moment, no end, and another verdict."""
     now_ns = int(NOW_S * 1e9)
     beat = Heartbeat(step=7, phase="forward", phase_ns=now_ns, alive_ns=now_ns, source="x.box")
     ranks = {rank: replace(record, heartbeat=beat, exit=None) for rank, record in incident.run.ranks.items()}
     verdicts = incident.verdicts if top is None else (top,)
-    return replace(incident, run=replace(incident.run, ranks=ranks), verdicts=verdicts)
+    return replace(incident, run=replace(incident.run, ranks=ranks, launcher=None), verdicts=verdicts)
 
 
 async def test_a_live_job_is_judged_again_and_one_look_accuses_nobody(
@@ -138,15 +138,35 @@ def test_a_stopped_process_of_this_machine_is_known(skip: Incident, monkeypatch:
         Process(rank=2, pid=pids[2], stem="", state="t (tracing stop)"),
         Process(rank=3, pid=pids[3] + 1, stem="", state="T (stopped)"),
     ]
-    monkeypatch.setattr(stopped, "find_processes", lambda _: found)
+    monkeypatch.setattr(kernel_states, "find_processes", lambda _: found)
     monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
-    seen = stopped.with_stopped(run, "/nowhere", NOW_S)
+    seen = kernel_states.with_kernel_states(run, "/nowhere", NOW_S)
     assert {rank: record.process_state for rank, record in seen.ranks.items() if record.process_state} == {
         1: "T (stopped)"
     }
-    assert stopped.with_stopped(run, "s3://bucket/run", NOW_S) is run
-    assert stopped.with_stopped(run, "/nowhere", NOW_S + 3600) is run
-    assert stopped.with_stopped(skip.run, "/nowhere", NOW_S) is skip.run
+    assert kernel_states.with_kernel_states(run, "s3://bucket/run", NOW_S) is run
+    assert kernel_states.with_kernel_states(run, "/nowhere", NOW_S + 3600) is run
+    assert kernel_states.with_kernel_states(skip.run, "/nowhere", NOW_S) is skip.run
+
+
+def test_killed_ranks_of_this_machine_are_not_alive(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their heartbeats are of the last seconds: only the kernel knows. One in another container, not seen here, ticks on."""
+    run = live(skip).run
+    gone = [Process(rank=rank, pid=record.pid or 0, stem="", state="gone") for rank, record in run.ranks.items()]
+    monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
+    now_s = NOW_S + 5
+    for killed in (gone[1:2], gone):
+        monkeypatch.setattr(kernel_states, "find_processes", lambda _, killed=killed: killed)
+        seen = replace(
+            skip, run=kernel_states.with_kernel_states(run, "/nowhere", now_s), last_sign_ns=int(NOW_S * 1e9)
+        )
+        assert len(ticking(seen, now_s)) == len(run.ranks) - len(killed)
+        assert may_go_on(seen, now_s) == (len(killed) < len(run.ranks))
+        assert seen.doing(gone[1].rank).startswith("was ")
+        assert [(alarm.kind, alarm.ranks) for alarm in alarms_now(seen, now_s)] == [
+            ("GONE", tuple(process.rank for process in killed))
+        ]
+        assert len(ticking(replace(skip, run=kernel_states.with_kernel_states(run, "/nowhere", NOW_S)), NOW_S)) == 4
 
 
 def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:

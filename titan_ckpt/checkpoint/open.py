@@ -24,6 +24,7 @@ from titan_ckpt.errors import (
     NewerFormatError,
     NotCommittedError,
     NotFoundError,
+    PermissionDeniedError,
     StoreError,
     TransientStoreError,
     UsageError,
@@ -226,6 +227,18 @@ def _info(store: Store, step: int) -> CheckpointInfo:
         raise
     except StoreError as error:
         return CheckpointInfo(step=step, state=CheckpointState.UNREADABLE, problem=str(error))
+
+
+def bytes_there(store: Store, info: CheckpointInfo) -> tuple[int | None, float | None]:
+    """Bytes in the folder of a step without a valid COMMIT, and when the newest of them was written, in seconds since the epoch;
+    None if there is nothing, or where that may not be looked at."""
+    try:
+        entries = list(store.list(step_folder(info.step)))
+    except PermissionDeniedError:
+        if info.state != CheckpointState.UNREADABLE:
+            raise
+        return None, None
+    return sum(entry.size_bytes for entry in entries), max((entry.modified_s for entry in entries), default=None)
 
 
 def _open_step(store: Store, url: str, step: int) -> Checkpoint:

@@ -9,13 +9,20 @@ from typing import Any
 
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
 from titan_ckpt.checkpoint.nearby import nearby
-from titan_ckpt.checkpoint.open import HUGGING_FACE, CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
+from titan_ckpt.checkpoint.open import (
+    HUGGING_FACE,
+    CheckpointInfo,
+    bytes_there,
+    foreign_steps,
+    list_checkpoints,
+    open_checkpoint,
+)
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.console.output import age_s, format_table, write_json, write_text
 from titan_ckpt.console.units import format_duration, format_size
-from titan_ckpt.errors import NotCommittedError, PermissionDeniedError
-from titan_ckpt.format.names import METADATA, step_folder
+from titan_ckpt.errors import NotCommittedError
+from titan_ckpt.format.names import METADATA
 from titan_ckpt.location import Location, run_location
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -67,7 +74,8 @@ def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
     size: int | None
     age: float | None
     if commit is None:
-        size, age = _size_and_age(store, info, now_s)
+        size, written_s = bytes_there(store, info)
+        age = None if written_s is None else now_s - written_s
     else:
         size, age = commit.size_bytes, age_s(commit.created, now_s)
     return {
@@ -81,18 +89,6 @@ def _row(store: Store, info: CheckpointInfo, now_s: float) -> dict[str, Any]:
         "attempt": commit.attempt if commit else None,
         "problem": info.problem,
     }
-
-
-def _size_and_age(store: Store, info: CheckpointInfo, now_s: float) -> tuple[int | None, float | None]:
-    """Of what is in the folder of a step without a COMMIT; None where that may not be looked at."""
-    try:
-        entries = list(store.list(step_folder(info.step)))
-    except PermissionDeniedError:
-        if info.state != CheckpointState.UNREADABLE:
-            raise
-        return None, None
-    age = now_s - max((entry.modified_s for entry in entries), default=now_s)
-    return sum(entry.size_bytes for entry in entries), age
 
 
 def _foreign_rows(store: Store, location: Location, now_s: float) -> list[dict[str, Any]]:

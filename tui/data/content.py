@@ -16,7 +16,8 @@ from titan_ckpt.location import local_path, normalise, parse_location, redact, s
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.runs import CONFIG_PATH, DEPTH, METRICS_PATHS, SINGLE_CHECKPOINT, holds_runs
+from titan_ckpt.tui.data.run_folders import DEPTH, METRICS_PATHS, holds_runs
+from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}

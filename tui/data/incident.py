@@ -22,7 +22,7 @@ from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
-from titan_ckpt.debug.live.stopped import with_stopped
+from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
@@ -160,7 +160,7 @@ class Incident:
     def is_past(self, ranks: Iterable[int]) -> bool:
         """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
         records = [self.run.ranks.get(rank) for rank in ranks]
-        return self.is_slow or all(record is not None and record.exit is not None for record in records)
+        return self.is_slow or all(record is not None and record.is_over for record in records)
 
     def doing(self, rank: int) -> str:
         """What a rank does, or did before its process ended: `in a collective`, `was in a collective`."""
@@ -284,7 +284,7 @@ class Incident:
 
 def load_incident(url: str, incident: str | None = None, *, on_read: OnRead | None = None) -> Incident:
     """Read and diagnose the newest incident, or the one of that name; raises TitanError if there is no evidence."""
-    return diagnosed(with_stopped(open_run(url, incident=incident, on_read=on_read), url, time.time()))
+    return diagnosed(with_kernel_states(open_run(url, incident=incident, on_read=on_read), url, time.time()))
 
 
 def diagnosed(run: Run) -> Incident:

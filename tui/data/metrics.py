@@ -122,6 +122,8 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
             by_step[step].update(values)
     steps = sorted(by_step)
     names = sorted({name for values in by_step.values() for name in values})
+    if "save_stall_s" in names and "checkpoint_stall_s" in names:
+        names.remove("checkpoint_stall_s")  # the same stalls, each one record later
     if len(names) > MAX_COLUMNS:
         raise DamagedError(f"{source}: {len(names)} different names; no run writes more than {MAX_COLUMNS}")
     if len(names) * len(steps) > max(FREE_CELLS, len(data)):
@@ -150,8 +152,9 @@ def uploads_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> dict[int, f
         if event == "save" and "step" in values:
             begun[values["step"]] = values["time_s"]
         committed = values.get("committed_step", -1.0)
-        if committed in begun and "commit_age_s" in values:
-            found[int(committed)] = max(values["time_s"] - values["commit_age_s"] - begun.pop(committed), 0.0)
+        if committed in begun and ("commit_age_s" in values or event == "end"):  # which waits for the last commit
+            took_s = values["time_s"] - values.get("commit_age_s", 0.0) - begun.pop(committed)
+            found[int(committed)] = max(took_s, 0.0)
     return found
 
 

@@ -1,33 +1,30 @@
-"""The steps of a run in all of its tiers, and the runs of a folder. An unreadable tier is listed with its error."""
+"""The steps of a run in all of its tiers, and which are damaged. An unreadable tier is listed with its error."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from titan_ckpt.checkpoint.kinds import CheckpointState
-from titan_ckpt.checkpoint.open import CheckpointInfo, foreign_steps, list_checkpoints, open_checkpoint
-from titan_ckpt.errors import CheckpointError, TitanError
-from titan_ckpt.format.commit import read_commit
-from titan_ckpt.format.names import LOGS, METADATA, parse_foreign_step
-from titan_ckpt.location import join, local_path, normalise, scheme
-from titan_ckpt.parsing.json_values import parse_json, parse_json_line
+from titan_ckpt.checkpoint.open import CheckpointInfo, bytes_there, foreign_steps, list_checkpoints, open_checkpoint
+from titan_ckpt.console.output import age_s
+from titan_ckpt.errors import TitanError
+from titan_ckpt.format.names import LOGS, METADATA
+from titan_ckpt.location import local_path, normalise, scheme
+from titan_ckpt.parsing.json_values import parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
+from titan_ckpt.upkeep.deletion import check_whole
 
 CONFIG_PATH = f"{LOGS}/config.json"
 SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
-AT_ONCE, _LOOKED_AT, _MOST_FOLDERS = 8, 32, 256
-DEPTH = 3  # of folders below one of runs: an experiment in a project of a team
+AT_ONCE = 8
+_MOST_CHECKED = 16
 _LARGEST_CONFIG = 1 << 20
-_TAIL_BYTES = 32 << 10
-METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 
 
 class TierName(StrEnum):
@@ -75,13 +72,15 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCopy:
-    """A step in one tier; `info` is None for checkpoints of other programs. `damage`: what a reading of all bytes found."""
+    """A step in one tier; `info` is None for checkpoints of other programs. `damage`: what a reading of all bytes found.
+    `written_s`: when it was committed, or the newest file of one that is not was written; None if that is not known."""
 
     step: int
     tier: TierName
     store: Store
     info: CheckpointInfo | None
-    size_bytes: int
+    size_bytes: int | None
+    written_s: float | None = None
     damage: str = ""
 
     @property
@@ -90,6 +89,11 @@ class StepCopy:
         if self.damage:
             return StepState.DAMAGED
         return StepState(self.info.state) if self.info is not None else StepState.FOREIGN
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether no COMMIT says when it was saved, and how large it is."""
+        return self.info is not None and self.info.commit is None
 
     @property
     def problem(self) -> str:
@@ -187,6 +191,23 @@ def load_others(found: RunSteps) -> RunSteps:
     return RunSteps(tiers=tuple(tiers), steps=_by_step(copies))
 
 
+def find_damage(found: RunSteps, known: Container[CopyKey]) -> dict[CopyKey, str]:
+    """What is wrong with each of the newest committed copies whose key is not `known`, "" if its index is whole and all files are
+    there in their sizes, as `ls --check` looks. Copies that the store does not give are left out."""
+    newest = (copy for step in found.steps for copy in step.copies if copy.state == StepState.COMMITTED)
+    copies = [copy for copy in itertools.islice(newest, _MOST_CHECKED) if copy.key not in known]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-steps") as pool:
+        problems = [*pool.map(_damage_of, copies)]
+    return {copy.key: problem for copy, problem in zip(copies, problems, strict=True) if problem is not None}
+
+
+def _damage_of(copy: StepCopy) -> str | None:
+    try:
+        return check_whole(copy.store, copy.store.url, copy.info).problem if copy.info is not None else None
+    except (TitanError, OSError):
+        return None
+
+
 def _by_step(copies: Sequence[StepCopy]) -> tuple[RunStep, ...]:
     found: dict[int, list[StepCopy]] = {}
     for each in copies:
@@ -195,22 +216,33 @@ def _by_step(copies: Sequence[StepCopy]) -> tuple[RunStep, ...]:
 
 
 def _copies(tier: TierName, store: Store, infos: Sequence[CheckpointInfo]) -> list[StepCopy]:
-    sizes = [info.commit.size_bytes if info.commit is not None else 0 for info in infos]
-    return [
-        StepCopy(step=info.step, tier=tier, store=store, info=info, size_bytes=size)
-        for info, size in zip(infos, sizes, strict=True)
-    ]
+    def copy(info: CheckpointInfo) -> StepCopy:
+        commit = info.commit
+        size, written_s = bytes_there(store, info) if commit is None else (commit.size_bytes, time_of(commit.created))
+        return StepCopy(step=info.step, tier=tier, store=store, info=info, size_bytes=size, written_s=written_s)
+
+    return [copy(info) for info in infos]
 
 
 def _foreign(tier: TierName, store: Store) -> list[StepCopy]:
     """Checkpoints of other programs: a DCP checkpoint or Hugging Face model in this folder, or a folder of DCP checkpoints."""
     if any(store.exists(name) for name in SINGLE_CHECKPOINT):
         checkpoint = open_checkpoint(store.url, store=store)
-        sizes = {checkpoint.step: sum(file.size_bytes for file in checkpoint.manifest.files)}
-    else:
-        steps = foreign_steps(store)
-        sizes = {step: sum(entry.size_bytes for entry in store.list(folder)) for step, folder in steps}
-    return [StepCopy(step=step, tier=tier, store=store, info=None, size_bytes=size) for step, size in sizes.items()]
+        size = sum(file.size_bytes for file in checkpoint.manifest.files)
+        return [StepCopy(step=checkpoint.step, tier=tier, store=store, info=None, size_bytes=size)]
+    return [_foreign_step(tier, store, step, folder) for step, folder in foreign_steps(store)]
+
+
+def _foreign_step(tier: TierName, store: Store, step: int, folder: str) -> StepCopy:
+    entries = list(store.list(folder))
+    size, written_s = sum(entry.size_bytes for entry in entries), max(entry.modified_s for entry in entries)
+    return StepCopy(step=step, tier=tier, store=store, info=None, size_bytes=size, written_s=written_s)
+
+
+def time_of(created: str) -> float | None:
+    """The time of a COMMIT, in seconds since the epoch; None if it is no time."""
+    age = age_s(created, 0.0)
+    return None if age is None else -age
 
 
 # -- tiers
@@ -263,124 +295,3 @@ def _absolute(url: str, base: str | None) -> str:
     if not url or (is_relative and base is None):
         return ""
     return normalise(f"{base}/{local_path(url)}" if is_relative else url)
-
-
-# -- folders of runs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LastRecord:
-    """The end of a run's metrics.jsonl: its last step, loss and time (in seconds; NaN: not there), and how it ended."""
-
-    step: float = math.nan
-    loss: float = math.nan
-    time_s: float = math.nan
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
-    """A run in a folder of runs: its newest committed checkpoint, and its last record."""
-
-    name: str
-    url: str
-    newest: CheckpointInfo | None = None
-    problem: str = ""
-    last: LastRecord = LastRecord()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Runs:
-    """The runs of a folder, and the folders that were not looked at, as they are too deep or too many."""
-
-    found: tuple[RunSummary, ...]
-    unseen: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Folder:
-    """A folder below one of runs: whether it is a run, the folders in it, the error if it could not be listed."""
-
-    name: str
-    is_run: bool = False
-    below: tuple[str, ...] = ()
-    problem: str = ""
-
-
-def holds_runs(store: Store, folders: Sequence[str], depth: int = 1) -> bool:
-    """Whether one of `folders` is a run, or holds one `depth` deep. Checks the first 32 only, so that a wrong path fails fast."""
-    return any(folder.is_run for level in _levels(store, folders[:_LOOKED_AT], _LOOKED_AT, depth) for folder in level)
-
-
-def load_runs(store: Store) -> Runs:
-    """Summaries of the runs in `store`, also of those in folders of folders; the one with the newest checkpoint first."""
-    folders = [folder for level in _levels(store, store.folders(), _MOST_FOLDERS, DEPTH) for folder in level]
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
-        found = [*pool.map(lambda folder: _summary(store, folder), (f for f in folders if f.is_run or f.problem))]
-    found.sort(key=lambda run: run.name)
-    found.sort(key=lambda run: run.newest.commit.created if run.newest and run.newest.commit else "", reverse=True)
-    below = (f"{folder.name}/{name}" for folder in folders if not folder.is_run for name in folder.below)
-    return Runs(found=tuple(found), unseen=tuple(sorted({*below} - {folder.name for folder in folders})))
-
-
-def _levels(store: Store, folders: Sequence[str], most: int, depth: int) -> Iterator[list[_Folder]]:
-    """The folders, then the first `most` of the next depth, and so on; nothing below a run is looked at."""
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
-        for _ in range(depth):
-            level = [*pool.map(lambda name: _look(store, name), folders)]
-            yield level
-            below = (f"{folder.name}/{name}" for folder in level if not folder.is_run for name in folder.below)
-            folders = [*itertools.islice(below, most)]
-
-
-def _look(store: Store, name: str) -> _Folder:
-    try:
-        below = tuple(store.folders(name))
-        has_steps = any(parse_foreign_step(folder) is not None for folder in below)
-        is_run = has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG_PATH}"))
-    except (TitanError, OSError) as error:
-        return _Folder(name=name, problem=str(error))
-    return _Folder(name=name, is_run=is_run, below=below)
-
-
-def _summary(store: Store, folder: _Folder) -> RunSummary:
-    url = join(store.url, folder.name)
-    if folder.problem:
-        return RunSummary(name=folder.name, url=url, problem=folder.problem)
-    try:
-        run = open_store(url)
-        steps = sorted((step for name in folder.below if (step := parse_foreign_step(name)) is not None), reverse=True)
-        newest, problem = _newest(run, steps)
-        last = read_last_record(run)
-        return RunSummary(name=folder.name, url=url, newest=newest, problem=problem, last=last)
-    except (TitanError, OSError) as error:
-        return RunSummary(name=folder.name, url=url, problem=str(error))
-
-
-def read_last_record(run: Store) -> LastRecord:
-    """From the last 32 KB of metrics.jsonl; lines that are cut off or damaged are passed over."""
-    path = next((path for path in METRICS_PATHS if run.exists(path)), "")
-    if not path:
-        return LastRecord()
-    start = max(run.stat(path).size_bytes - _TAIL_BYTES, 0)
-    found, reason = {"step": math.nan, "loss": math.nan, "time_s": math.nan}, ""
-    for line in run.read(path, start).splitlines():
-        try:
-            value = parse_json_line(line)
-        except ValueError:
-            continue
-        if isinstance(value, Mapping):
-            found |= {name: float(value[name]) for name in found if type(value.get(name)) in (int, float)}
-            reason = str(value.get("reason") or "ended") if value.get("event") == "end" else ""
-    return LastRecord(**found, reason=reason)
-
-
-def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, str]:
-    """The newest committed step; if there is none, the problem of the newest step."""
-    problem = ""
-    for step in steps:
-        try:
-            return CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=read_commit(run, step)), ""
-        except CheckpointError as error:
-            problem = problem or str(error)
-    return None, problem

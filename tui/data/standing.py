@@ -78,14 +78,14 @@ def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
 def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
     """The heartbeats of the last seconds: none if the job has ended or is gone."""
     beats = heartbeats(incident).values()
-    return [beat for beat in beats if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
+    return [beat for beat in beats if beat.may_live and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
 
 
 def may_go_on(incident: Incident, now_s: float) -> bool:
     """Whether a job may write more: no end of it is known, and it showed life in the last hour."""
     run = incident.run
     has_ended = run.launcher is not None and run.launcher.code is not None
-    has_ended |= all(record.exit is not None for record in run.ranks.values())
+    has_ended |= all(record.is_over for record in run.ranks.values())
     return not has_ended and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
 
 

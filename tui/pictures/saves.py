@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import calendar
 import itertools
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,24 +10,13 @@ import numpy as np
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepState
+from titan_ckpt.tui.data.runs import UNUSABLE, RunSteps, StepCopy, StepState
 from titan_ckpt.tui.pictures.details import fact
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, counted, head, row, truncate
 
 _MOST_SAVES, _LARGEST = 12, 6
 _WITH_SIZES = 62  # narrower, the sizes are in the list alone
 _BAR = "━"
-
-
-def created_s(step: RunStep) -> float | None:
-    """When a step was committed, in seconds since the epoch."""
-    info = step.best.info
-    if info is None or info.commit is None:
-        return None
-    try:
-        return calendar.timegm(time.strptime(info.commit.created, "%Y-%m-%dT%H:%M:%SZ"))
-    except ValueError:
-        return None
 
 
 def value_at(metrics: Metrics | None, name: str, step: int) -> float | None:
@@ -39,6 +26,11 @@ def value_at(metrics: Metrics | None, name: str, step: int) -> float | None:
     places = np.flatnonzero(metrics.steps == step)
     value = float(metrics.columns[name][places[0]]) if len(places) else float("nan")
     return value if np.isfinite(value) else None
+
+
+def size_text(copy: StepCopy) -> str:
+    """The size of a checkpoint, of one that is not committed of what there is of it; "" if that is not known."""
+    return "" if copy.size_bytes is None else format_size(copy.size_bytes)
 
 
 def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[Row]:
@@ -58,8 +50,7 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
         stall = value_at(metrics, "save_stall_s", step.step)
         upload = metrics.uploads.get(step.step) if metrics is not None else None
         state = "" if step.best.state in (StepState.COMMITTED, StepState.FOREIGN) else str(step.best.state)
-        size_bytes = 0 if state else step.best.size_bytes
-        size = f"{format_size(size_bytes) if size_bytes else '':>9}  " if has_size else ""
+        size = f"{size_text(step.best):>9}  " if has_size else ""
         since, took = state or (format_duration(gap) if gap else ""), _seconds(stall)
         role = Role.BAD if is_bad else Role.DIM
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
@@ -74,7 +65,8 @@ def _seconds(value: float | None) -> str:
 
 def _gaps(found: RunSteps) -> dict[int, float]:
     """Seconds from the save before to each save."""
-    times = sorted((step.step, made) for step in found.steps if (made := created_s(step)) is not None)
+    whole = ((step.step, step.best) for step in found.steps if not step.best.is_unfinished)
+    times = sorted((step, copy.written_s) for step, copy in whole if copy.written_s is not None)
     return {step: made - before for (_, before), (step, made) in itertools.pairwise(times)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import math
 import os
 import time
@@ -25,8 +24,10 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.runs import UNUSABLE, LastRecord, Runs, RunStep, RunSteps, StepCopy, StepState
+from titan_ckpt.tui.data.run_folders import LastRecord, Runs, is_silent
+from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState, time_of
 from titan_ckpt.tui.pictures.braille import number
+from titan_ckpt.tui.pictures.saves import size_text
 from titan_ckpt.tui.rows import (
     Role,
     Row,
@@ -51,9 +52,9 @@ ROLES: Mapping[StepState, Role] = {
     StepState.NEWER: Role.BAD,
     StepState.UNREADABLE: Role.BAD,
 }
+_CLOCKS_S = 60.0
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
-RUNNING_S = 300.0
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 
 
@@ -68,14 +69,14 @@ def run_rows(listed: Runs, now_s: float, width: int) -> Iterator[Row]:
         link, last = RowLink(screen=7, name=run.url), run.last
         commit = run.newest.commit if run.newest is not None else None
         whole = f"{commit.step:>7}  {format_size(commit.size_bytes):>9}  " if commit else f"{'none':>7}  {'':>9}  "
-        age = _age_text(commit.created, now_s) if commit else _since(last.time_s, now_s)
+        age = _since(time_of(commit.created) if commit else last.time_s, now_s)
         word, role = run_state(last, now_s)
         yield row(fitted(run.name, longest), (f"  {word:<9}  ", role),
                   f"{_number(last.step):>7}  {_number(last.loss):>8}  ",
                   (whole, Role.PLAIN if commit else Role.WARN), f"{age:>10}  {commit.mesh or '1' if commit else ''}",
-                  link=link, is_problem=bool(run.problem))  # fmt: skip
-        for line in wrapped(run.problem, width - 4) if run.problem else ():
-            yield row("    ", (line, Role.BAD), link=link)
+                  link=link, is_problem=bool(run.problem or run.verdict))  # fmt: skip
+        for text in filter(None, (run.verdict, run.problem)):
+            yield from (row("    ", (line, Role.BAD), link=link) for line in wrapped(text, width - 4))
     if not runs:
         yield row("no runs here")
     if unseen:
@@ -92,15 +93,18 @@ def run_state(last: LastRecord, now_s: float) -> tuple[str, Role]:
         return truncate(last.reason, 9), Role.DIM
     if math.isnan(last.time_s):
         return "", Role.DIM
-    return ("running", Role.GOOD) if now_s - last.time_s < RUNNING_S else ("silent", Role.WARN)
+    return ("silent", Role.WARN) if is_silent(last, now_s) else ("running", Role.GOOD)
 
 
 def _number(value: float) -> str:
     return "" if math.isnan(value) else number(value)
 
 
-def _since(time_s: float, now_s: float) -> str:
-    return "" if math.isnan(time_s) else format_duration(max(0.0, now_s - time_s))
+def _since(time_s: float | None, now_s: float) -> str:
+    """An age; "" if the time is not known, or is yet to come by more than clocks differ."""
+    if time_s is None or math.isnan(time_s) or time_s - now_s > _CLOCKS_S:
+        return ""
+    return format_duration(max(0.0, now_s - time_s))
 
 
 def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
@@ -121,9 +125,9 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     best, link = step.best, RowLink(screen=7, step=step.step)
     commit = best.info.commit if best.info is not None else None
     tier = f"{step.tiers:<8}" if has_tiers else ""
-    facts = f"{tier}{best.state if commit is None else commit.kind:<8} {format_size(best.size_bytes):>9}"
-    facts += f"  {_age_text(commit.created, now_s):>12}  {commit.mesh or '1'}" if commit is not None else ""
-    facts = tier if best.state in (StepState.PARTIAL, *UNUSABLE) else facts
+    kind = commit.kind if commit is not None else best.state if best.info is None else ""
+    facts = f"{tier}{kind:<8} {size_text(best):>9}  {_since(best.written_s, now_s):>12}"
+    facts += f"  {commit.mesh or '1'}" if commit is not None else ""
     is_problem = any(copy.state in UNUSABLE for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
               link=link, is_problem=is_problem)  # fmt: skip
@@ -151,14 +155,6 @@ def _tier_rows(found: RunSteps, width: int) -> Iterator[Row]:
 def error_rows(error: str, width: int) -> list[Row]:
     """The full text of an error."""
     return [row((line, Role.BAD), is_problem=i == 0) for i, line in enumerate(wrapped(error, width))]
-
-
-def _age_text(created: str, now_s: float) -> str:
-    try:
-        made = time.strptime(created, "%Y-%m-%dT%H:%M:%SZ")
-    except ValueError:
-        return "?"
-    return format_duration(max(0.0, now_s - calendar.timegm(made)))
 
 
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[Row]:
@@ -291,7 +287,7 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
         pins = read_pins(next(iter(copies.values())).store) if copies else frozenset()
         infos = [copy.info for copy in copies.values() if copy.info is not None]
         gone = prune(infos, replace(policy, pins=pins))
-        size = format_size(sum(copies[info.step].size_bytes for info in gone))
+        size = format_size(sum(copies[info.step].size_bytes or 0 for info in gone))
         where = f"{tier.name}: " if tier.name else ""
         yield head(f"{where}{len(gone)} of {len(infos)} steps would be deleted, {size} (preview only)")
         yield from (row(f"  step {info.step}") for info in gone)

@@ -321,7 +321,7 @@ class CheckpointsPane(Pane):
         width = self.body.line_width
 
         def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Verified]:
-            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes for copy in copies))
+            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes or 0 for copy in copies))
             return [verified(copy, progress.add) for copy in copies]
 
         def done(found: list[Verified]) -> None:
@@ -339,7 +339,7 @@ class CheckpointsPane(Pane):
 
         def work(copies: list[StepCopy], show_progress: ShowProgress) -> list[Row]:
             pair = [*others[:1], copies[0]]
-            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes for copy in pair))
+            progress = tasks.ByteProgress(show_progress, sum(copy.size_bytes or 0 for copy in pair))
             return list(tensor_diff_rows(self._open(pair[0]), self._open(pair[-1]), progress.add))
 
         self._ask_of_step(f"comparing step {pinned} with", work, self._answer_with)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from textual.app import App
@@ -12,11 +13,13 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
+from titan_ckpt.tui.data.judged_runs import find_verdicts
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
-from titan_ckpt.tui.data.runs import load_others, load_runs, load_steps
+from titan_ckpt.tui.data.run_folders import load_runs
+from titan_ckpt.tui.data.runs import find_damage, load_others, load_steps
 from titan_ckpt.tui.data.standing import heartbeats, ticking
 from titan_ckpt.tui.session.session import Loadable, Session
 
@@ -37,18 +40,21 @@ class SessionLoader:
         self._show_status = show_status
         self._not_before_s = 0.0
         self._is_lost = False  # the last look found nothing to read
+        self._beside: list[str] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is loading."""
-        return bool(self.reading)
-
-    @property
-    def reading(self) -> list[str]:
-        """What is loading, and how much of it is read."""
         s = self._session
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
-        return [part.reading for part in parts if part.is_loading]
+        return any(part.is_loading for part in parts)
+
+    @property
+    def doing(self) -> list[str]:
+        """What is loading, with how much of it is read, and what is looked at beside."""
+        s = self._session
+        parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
+        return [*(part.reading for part in parts if part.is_loading), *self._beside]
 
     def load_all(self) -> None:
         """Start loading everything that the content has."""
@@ -58,7 +64,7 @@ class SessionLoader:
         if content.has_checkpoints:
             self._load_steps(content)
         if content.has_runs:
-            self._load(s.runs, lambda: load_runs(content.store))
+            self._load_runs(content)
         if content.metrics:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
         if content.logs:
@@ -95,7 +101,7 @@ class SessionLoader:
         if content.has_checkpoints:
             self._load_steps(content)
         if content.has_runs:
-            self._load(s.runs, lambda: load_runs(content.store))
+            self._load_runs(content)
         if content.metrics:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
@@ -106,7 +112,7 @@ class SessionLoader:
             return False
         beats = heartbeats(incident).values()
         now_s = self._session.clock()
-        return any(not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
+        return any(beat.may_live and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
 
     def _load_incident(self, content: Content) -> None:
         """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""
@@ -140,18 +146,56 @@ class SessionLoader:
 
     def _load_steps(self, content: Content) -> None:
         """Load the steps here, then those of the run's other tiers, which may be slow or unreachable."""
-        part, former = self._session.checkpoints, self._session.checkpoints.value
+        s, part = self._session, self._session.checkpoints
+
+        def check() -> None:
+            s.mark_damage()
+            found = part.value
+            if found is not None:
+                self._look_beside("looking for damaged steps", lambda: find_damage(found, s.checked), s.note_checked)
 
         def others() -> None:
-            self._session.mark_damage()
+            s.mark_damage()
             found = part.value
             if found is not None and found.unread:
-                self._load(part, lambda: load_others(found), after=self._session.mark_damage)
+                self._load(part, lambda: load_others(found), after=check)
+            else:
+                check()
 
-        if former is None:
+        if part.value is None:
             self._load(part, lambda: load_steps(content.store), after=others)
         else:
-            self._load(part, lambda: load_others(load_steps(content.store)), after=self._session.mark_damage)
+            self._load(part, lambda: load_others(load_steps(content.store)), after=check)
+
+    def _load_runs(self, content: Content) -> None:
+        """List the runs, then judge the jobs that are gone."""
+        s = self._session
+
+        def judge() -> None:
+            s.mark_verdicts()
+            found = s.runs.value
+            if found is not None:
+                look = partial(find_verdicts, found, s.clock(), s.judged)
+                self._look_beside("judging the silent runs", look, s.note_verdicts)
+
+        self._load(s.runs, lambda: load_runs(content.store), after=judge)
+
+    def _look_beside(self, what: str, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Look at something in a thread without holding up the next look at the content; one look of a kind at a time."""
+        if what in self._beside:
+            return
+        self._beside.append(what)
+
+        def done(value: Any) -> None:
+            self._beside.remove(what)
+            then(value)
+            self._changed()
+
+        def failed(text: str) -> None:
+            self._beside.remove(what)
+            self._show_status(f"not done: {what}: {text}")
+
+        tasks.start(self._app, what, work, done, failed)
 
     def _load_logs(self, content: Content) -> None:
         former = self._session.logs.value

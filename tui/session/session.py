@@ -11,7 +11,8 @@ from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
-from titan_ckpt.tui.data.runs import CopyKey, Runs, RunSteps
+from titan_ckpt.tui.data.run_folders import Runs
+from titan_ckpt.tui.data.runs import CopyKey, RunSteps
 
 T = TypeVar("T")
 
@@ -60,6 +61,8 @@ class Session:
     is_following: bool = False
     looked_s: float = 0.0
     damage: dict[CopyKey, str] = field(default_factory=dict)
+    checked: set[CopyKey] = field(default_factory=set)
+    judged: dict[str, str] = field(default_factory=dict)  # verdicts on runs, by their `key`
 
     @property
     def seen_s(self) -> float:
@@ -82,6 +85,23 @@ class Session:
         self.damage.update(found)
         self.mark_damage()
         self.checkpoints.version += 1
+
+    def note_checked(self, found: Mapping[CopyKey, str]) -> None:
+        """Keep what a look at the files of copies found: it may find damage, but does not refute what a verification found."""
+        self.checked |= set(found)
+        if damage := {key: text for key, text in found.items() if text}:
+            self.note_damage(damage)
+
+    def note_verdicts(self, found: Mapping[str, str]) -> None:
+        """Keep the verdicts on silent runs, "" where nothing is known, and mark the listed runs."""
+        self.judged.update(found)
+        self.mark_verdicts()
+        self.runs.version += 1
+
+    def mark_verdicts(self) -> None:
+        """Mark the runs of a new listing."""
+        if self.runs.value is not None:
+            self.runs.value = self.runs.value.with_verdicts(self.judged)
 
     def mark_damage(self) -> None:
         """Mark the steps of a new listing."""
