@@ -348,7 +348,7 @@ class TitanApp(App[None]):
     def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
         """Show the prompt; enter passes its text to `then`, esc cancels."""
         self.query_one(KeyBar).show_message(label)
-        self.prompt.ask(initial, then)
+        self.prompt.ask(label, initial, then)
 
     def on_input_submitted(self, message: Input.Submitted) -> None:
         then = self.close_prompt()

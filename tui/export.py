@@ -16,7 +16,7 @@ from titan_ckpt.location import redact_text
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.rows import clean
 
-EXPORT_HINT = "export to a new file: .html page, .md Markdown, .txt text, .json trace for ui.perfetto.dev"
+EXPORT_HINT = "export to a file: .html page, .md Markdown, .txt text, .json trace for ui.perfetto.dev"
 
 
 def report_name(incident: Incident) -> str:
@@ -34,15 +34,17 @@ def export_report(incident: Incident, now_s: float, path: str) -> str:
         raise UsageError(
             f"{f'{path}: ' if path else ''}give a name that ends with {', '.join(_WRITERS)}; nothing was written"
         )
+    place = os.path.expanduser(path)
+    replaced = ", in place of an earlier one" if os.path.lexists(place) else ""
     try:
-        write(incident, os.path.expanduser(path), now_s)
+        write(incident, place, now_s)
     except AlreadyExistsError as error:
         raise AlreadyExistsError(
             f"not written: {path} is there already, without our mark; give another name"
         ) from error
     except ValueError as error:  # a path that no file can have
         raise UsageError(f"{path}: {error}") from error
-    return f"report written to {path}"
+    return f"report written to {path}{replaced}"
 
 
 def _write_page(incident: Incident, path: str, now_s: float) -> None:

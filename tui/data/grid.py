@@ -89,7 +89,7 @@ class Grid:
         """Label of a column: `#7`, `3rd` of sends and receives, or seconds since the start."""
         if not self.is_time:
             return ordinal(self.first + column) if self.is_p2p else f"#{self.first + column}"
-        digits = min(max(-math.floor(math.log10(self.bin_ns * 10 / 1e9)), 0), 6)
+        digits = min(max(-math.floor(math.log10(self.bin_ns / 1e9)), 0), 6)
         return f"{round((self.first_ns + column * self.bin_ns) / 1e9, digits) + 0.0:+.{digits}f} s"
 
 

@@ -59,6 +59,7 @@ SITUATIONS: Mapping[RankState, Glyph] = {
     RankState.FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
     RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
 }
+HALTED = (RankState.FROZEN, RankState.DEAD)  # what they were in, they do not wait in
 _NO_ACTIVITY = (RankState.DEAD, RankState.FINISHED, RankState.SILENT, RankState.UNKNOWN)
 
 
@@ -169,6 +170,9 @@ class Incident:
             return "unknown"
         if rank in self.failed and state.kind.is_waiting:
             return f"failed {SITUATIONS[state.kind].label}"
+        beat = self.run.ranks[rank].heartbeat
+        if state.kind == RankState.UNKNOWN and beat is not None and beat.may_live and beat.step >= 0:
+            return f"seen in step {beat.step}"
         was = "was " if state.kind not in _NO_ACTIVITY and not self.is_slow and self.is_past((rank,)) else ""
         return f"{was}{SITUATIONS[state.kind].label}"
 

@@ -138,7 +138,9 @@ def stop_text(incident: Incident) -> str:
     if incident.is_over or incident.is_slow:
         word = "ended" if incident.is_over else "last sign of life"
         return f"{word} {moment(incident.last_sign_ns / 1e9)}" if incident.last_sign_ns else ""
-    return f"stopped {moment(incident.stop_s)}" if incident.stop_s else ""
+    if not incident.stop_s:
+        return f"last sign of life {moment(incident.last_sign_ns / 1e9)}" if incident.last_sign_ns else ""
+    return f"stopped {moment(incident.stop_s)}"
 
 
 def exit_text(end: Exit) -> str:

@@ -32,7 +32,8 @@ from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
 _PART_OF_WINDOW = 20  # the window begins with the earliest rank if that adds no more than 1 / 20 to it
-# Code in a grid -> how its bar looks. What was issued and has not ended reaches to the right edge.
+FROZEN, DEAD = 100, 101  # beside the codes of a grid
+# Code -> how its bar looks. What was issued and has not ended reaches to the right edge.
 BARS: Mapping[int, Glyph] = {
     BLANK: Glyph(char=" ", role=Role.DIM, label="in no operation"),
     DONE: Glyph(char="━", role=Role.GOOD, label="done"),
@@ -44,6 +45,8 @@ BARS: Mapping[int, Glyph] = {
     FAILED: Glyph(char="%", role=Role.WARN, label="failed"),
     ABSENT: Glyph(char="x", role=Role.BAD, label="absent"),
     DIFFERS: Glyph(char="#", role=Role.BAD, label="differs"),
+    FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
+    DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
 }
 
 
@@ -73,6 +76,12 @@ class Window:
         """Moved by a share of its length."""
         by = int(self.length * share)
         return Window(start=self.start + by, end=self.end + by)
+
+    def within(self, whole: Window) -> Window:
+        """Moved, and shortened if need be, so that nothing of it is outside."""
+        length = min(self.length, whole.length)
+        start = min(max(self.start, whole.start), whole.end - length)
+        return Window(start=start, end=start + length)
 
 
 def last_window(run: Run, ranks: Iterable[int], last_sign_ns: int, ahead: Mapping[int, int]) -> Window | None:

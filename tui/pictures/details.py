@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.records import SEND, Frame, Operation, RankRecord
 from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident
+from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.standing import exit_text, fault_line, process_text
 from titan_ckpt.tui.pictures.stacks import stack_of
@@ -97,6 +97,8 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
         return "last op", ""
     number = f" #{op.seq}" if op.seq >= 0 else ""
     text = f"{op.op}{number} of group {op.group}"
+    if wait is not None and not incident.is_over and incident.states[record.rank].kind in HALTED:
+        return "stopped in", text
     if wait is not None and not incident.is_over:
         return "waited in" if incident.is_past((record.rank,)) else "waits in", text
     return "last op", f"{text}, {ENDED_TEXT if wait is not None else incident.word_of(record.rank, at)}"

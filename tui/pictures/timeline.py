@@ -9,16 +9,27 @@ from dataclasses import replace
 import numpy as np
 
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.waits import pending
-from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, SILENT
+from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, RUNNING, SILENT
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.timeline import BARS, StepTimes, Window, last_window, rank_codes, step_times, with_waits
+from titan_ckpt.tui.data.timeline import (
+    BARS,
+    DEAD,
+    FROZEN,
+    StepTimes,
+    Window,
+    last_window,
+    rank_codes,
+    step_times,
+    with_waits,
+)
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
 
 _FEW_RANKS = 24
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
 _STOP = "╎"
+_HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
 
 
 def parties(incident: Incident, most: int) -> list[tuple[int, ...]]:
@@ -98,8 +109,24 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
         if rank in lane.members and not incident.is_p2p(lane):
             last_ns = incident.last_issued_ns[lane.group]
             codes = with_waits(codes, incident.run, lane, lane.members.index(rank), ahead.get(rank, 0), last_ns, window)
-    found: list[int] = codes.tolist()
-    return found
+    return _after_its_end(incident, rank, codes.tolist(), window, ahead.get(rank, 0))
+
+
+def _after_its_end(incident: Incident, rank: int, codes: list[int], window: Window, ahead: int) -> list[int]:
+    """The codes of a rank, frozen or dead from its last sign of life on; in place of its last wait if no sign has a time."""
+    state, record = incident.states.get(rank), incident.run.ranks[rank]
+    code = _HALTED.get(state.kind) if state is not None else None
+    if code is None or incident.is_over:
+        return codes
+    signs = (
+        record.heartbeat.alive_ns if record.heartbeat is not None else 0,
+        int((record.exit.time_s or 0) * 1e9) if record.exit is not None else 0,
+        int((record.log.last_time_s or 0) * 1e9) if record.log is not None else 0,
+    )
+    last_ns = max(signs)
+    first = window.cell(last_ns - ahead, len(codes)) if last_ns else 0
+    halts = (PENDING, RUNNING, BLANK) if last_ns else (PENDING, RUNNING)
+    return [code if i >= first and each in halts else each for i, each in enumerate(codes)]
 
 
 def _waits_unseen(incident: Incident, rank: int) -> bool:

@@ -88,24 +88,15 @@ class GridPane(Pane):
 
     def state(self) -> tuple[object, ...]:
         height = self.body.scrollable_content_region.height
-        view = (
-            self._per_cell,
-            self._first,
-            self._spot,
-            self._is_time,
-            self._window,
-            self._order,
-            self._per_row,
-            height,
-        )
-        return (*super().state(), self.session.lane, *view)
+        view = (self._per_cell, self._first, self._spot, self._is_time, self._window)
+        return (*super().state(), self.session.lane, *view, self._order, self._per_row, height)
 
     def update_rows(self, *, force: bool = False) -> None:
-        wanted = self._wanted[0] if self._wanted is not None and self._wanted[1] == self.body.cursor else None
+        wanted = self._wanted if self._wanted is not None and self._wanted[1] == self.body.cursor else None
         self._divide()
         super().update_rows(force=force)
-        if wanted is not None:
-            self.move_to_rank(wanted)
+        if wanted is not None and wanted is self._wanted:
+            self.move_to_rank(wanted[0])
         grid = self._grid
         self._show_ruler()
         axis = "" if grid is None else axis_line(grid, self._first, self._per_cell, self._cell_width(grid))
@@ -317,10 +308,11 @@ class GridPane(Pane):
         if incident is None or grid is None:
             return
         lane = incident.lanes[self.session.lane]
-        window = self._window or whole_window(incident.run, lane, incident.clock_offsets(lane))
-        if window is not None:
-            share = 0.8 if self._spot is None else self._spot / grid.codes.shape[1]
-            self._window, self._spot = change(window, window.start + int(window.length * share)), None
+        whole = whole_window(incident.run, lane, incident.clock_offsets(lane))
+        if whole is not None:
+            share, window = 0.8 if self._spot is None else self._spot / grid.codes.shape[1], self._window or whole
+            self._window = change(window, window.start + int(window.length * share)).within(whole)
+            self._spot = None
             self.update_rows()
 
     def action_pan(self, by: int) -> None:

@@ -129,6 +129,7 @@ class SessionLoader:
             s.looked_s = s.clock()
             found = s.incident.value
             if found is not None and (former is None or _story(found) != _story(former)):
+                s.story += former is not None
                 link = found.link_of(found.top)
                 s.lane, s.seq = (found.lane_of(link.group), link.seq) if link is not None else (s.lane, None)
             self._not_before_s = time.monotonic() + LEAST_REST * (time.monotonic() - started_s)

@@ -55,6 +55,7 @@ class Session:
     runs: Loadable[Runs] = field(default_factory=lambda: Loadable("runs"))
     logs: Loadable[LogIndex] = field(default_factory=lambda: Loadable("logs"))
     metrics: Loadable[Metrics] = field(default_factory=lambda: Loadable("metrics.jsonl"))
+    story: int = 0  # how often the verdict has become another one
     lane: int = 0
     seq: int | None = None
     pinned: int | None = None

@@ -85,7 +85,7 @@ class Pane(Vertical):
         self.session = session
         self.filter_text = ""
         self._seen: tuple[object, ...] = ()
-        self._has_begun = False
+        self._story, self._began_at = -1, -1
         self._body: LineView | None = None
         self._parts_timer: Timer | None = None
 
@@ -120,18 +120,15 @@ class Pane(Vertical):
         """Set the line below the tabs."""
         suffix = f"   filter: {self.filter_text}" if self.filter_text else ""
         title = self.query_one(".title", OneLine)
-        room = (
-            (title.size.width or self.app.size.width) - len(suffix) - 1 - self.has_parts
-        )  # a blank before their frame
-        title.show(" " + truncate(text, room) + suffix)
+        width = (title.size.width or self.app.size.width) - self.has_parts  # a blank before their frame
+        title.show(" " + truncate(text, width - len(suffix) - 1) + suffix)
 
     # -- what a screen may override
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
         """Those of `keys` that do something here and now, for the line at the bottom."""
-        return (
-            self.keys if self.session.incident.value is not None else [key for key in self.keys if key[0] in ANYWHERE]
-        )
+        is_empty = self.session.incident.value is None
+        return [key for key in self.keys if key[0] in ANYWHERE] if is_empty else self.keys
 
     def state(self) -> tuple[object, ...]:
         """What the rows depend on; they are rebuilt when it changes."""
@@ -164,7 +161,7 @@ class Pane(Vertical):
 
     def open_link(self, link: RowLink) -> None:
         """Select the item that another screen linked to, and no other at first sight."""
-        self._has_begun = True
+        self._story, self._began_at = self.session.story, -1
         self.select(link)
 
     def select(self, link: RowLink) -> None:
@@ -232,9 +229,8 @@ class Pane(Vertical):
         """The file and line that `e` opens: of the row under the cursor, in the part that has the focus if it has it; else the
         first that the details show."""
         current = self.focused_view.current
-        details = (
-            row.at for view in self.query(PartView) if view.is_shown and view.part.is_of_line for row in view.rows_shown
-        )
+        views = (view for view in self.query(PartView) if view.is_shown and view.part.is_of_line)
+        details = (row.at for view in views for row in view.rows_shown)
         return current.at if current is not None and current.at else next(filter(None, details), None)
 
     # -- shared by all screens
@@ -299,12 +295,18 @@ class Pane(Vertical):
         if seen != self._seen or force:
             self._seen = seen
             self.body.set_rows(self.filtered(self.make_rows(self.body.line_width)))
-            if not self._has_begun and self.is_complete():
-                self._has_begun = True
-                self.begin()
+            if self._story != self.session.story and self.is_complete():
+                self._begin_anew()
         self.set_title(self.title())
         self._grow_below()
         self.update_parts()
+
+    def _begin_anew(self) -> None:
+        """Place the cursor at first, and where it still is when the verdict has become another one."""
+        if self._story < 0 or self.body.cursor == self._began_at:
+            self.begin()
+            self._began_at = self.body.cursor
+        self._story = self.session.story
 
     def _grow_below(self) -> None:
         """Give what stands below the list the lines that the list and the parts beside it leave free."""

@@ -17,17 +17,20 @@ class Prompt(Input):
         self.placeholder = "enter to accept, esc to cancel"
         self.cursor_blink = False  # what is painted depends on no clock
         self._then: Callable[[str], None] | None = None
+        self._asked = ("", "")
+        self._typed: dict[tuple[str, str], str] = {}
 
     @property
     def is_open(self) -> bool:
         """Whether it waits for an answer."""
         return self._then is not None
 
-    def ask(self, initial: str, then: Callable[[str], None]) -> None:
-        """Show `initial` to be edited; `take` passes the answer on."""
-        self.value = initial
+    def ask(self, label: str, initial: str, then: Callable[[str], None]) -> None:
+        """Show `initial` to be edited, or what was typed when the same was asked before: it may have been refused."""
+        self._asked = (label, initial)
+        self.value = self._typed.get(self._asked, initial)
         # at once: selected on focus, the first keys typed would be replaced
-        self.selection = Selection(0, len(initial))
+        self.selection = Selection(0, len(self.value))
         self.remove_class("hidden")
         self._then = then
         self.screen.set_focus(self)
@@ -35,6 +38,9 @@ class Prompt(Input):
     def on_paste(self, event: events.Paste) -> None:
         """Take all lines that are pasted, as one: Textual's own handler, which follows, takes the first alone."""
         event.text = " ".join(event.text.splitlines())
+
+    def on_input_submitted(self, message: Input.Submitted) -> None:
+        self._typed[self._asked] = message.value
 
     def close(self) -> Callable[[str], None] | None:
         """Hide it, and return who asked."""
