@@ -201,8 +201,8 @@ _OF_A_MOMENT = (VerdictKind.RUNNING, VerdictKind.STUCK_ON_CPU, VerdictKind.RANK_
 
 def _is_ticking(evidence: Run) -> bool:
     """Whether a recorder wrote to its black box within the last seconds: then a second look shows more."""
-    beats = (record.heartbeat for record in evidence.ranks.values())
-    return any(beat and beat.may_live and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
+    beats = (record.heartbeat for record in evidence.ranks.values() if not record.is_gone)
+    return any(beat and not beat.is_stopped and time.time() - beat.alive_ns / 1e9 < TICKING_S for beat in beats)
 
 
 def exit_code(top: Verdict, *, is_over: bool = False) -> int:

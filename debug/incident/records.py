@@ -31,8 +31,7 @@ Splits: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # elements sent to,
 
 # One operation. group, op, sizes, dtypes and frames are positions in Run.groups and Run.names. `seq` counts collectives per
 # group, P2P per pair. `p2p` is 0, SEND or RECV; `peer` is a global rank (-1: unknown): of P2P the other half, of a collective
-# its root. `retired`: the work object is gone. That is all gloo records, and it holds after a failure too. Times are 0 if
-# unknown.
+# its root. `retired`: the work object is gone, which is all that gloo records, also after a failure. Times: 0 if unknown.
 OPERATION = np.dtype(
     [
         ("group", "i4"), ("seq", "i4"), ("op", "i2"), ("p2p", "i1"), ("state", "i1"), ("retired", "?"),
@@ -161,12 +160,6 @@ class Heartbeat:
     queued_ns: int = 0
     status: int | None = None
     is_leaving: bool = False  # it stopped, and the status that the process must leave at its end is not there
-    is_gone: bool = False  # the kernel of the machine on which it ran has no such process any more
-
-    @property
-    def may_live(self) -> bool:
-        """Whether no end of the process is known."""
-        return not (self.is_stopped or self.is_gone)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,13 +225,9 @@ class RankRecord:
     heartbeat: Heartbeat | None = None
     process_state: str = ""
     has_recorder: bool = False
+    is_gone: bool = False  # the kernel of the machine on which it ran has no such process any more
     groups: tuple[Group, ...] = ()
     splits: Mapping[tuple[int, int], Splits] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its process has ended, by its exit code or by the kernel."""
-        return self.exit is not None or (self.heartbeat is not None and self.heartbeat.is_gone)
 
     @property
     def events(self) -> tuple[LogEvent, ...]:

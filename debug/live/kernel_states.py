@@ -35,10 +35,10 @@ def with_kernel_states(run: Run, url: str, now_s: float) -> Run:
 
 
 def _as_seen(record: RankRecord, process: Process, now_s: float) -> RankRecord:
-    """The record with what is known of its process. A process that is gone ends a heartbeat; it does not tell why it ended."""
+    """The record with what is known of its process. That it is gone does not tell why."""
     beat = record.heartbeat
     if process.state.startswith("T"):
         return replace(record, process_state=process.state)
     if process.state == GONE and beat is not None and now_s - beat.alive_ns / 1e9 > TICK_S:
-        return replace(record, heartbeat=replace(beat, is_gone=True))
+        return replace(record, is_gone=True)
     return record

@@ -52,11 +52,10 @@ def read_heartbeats(store: Store) -> dict[int, Heartbeat]:
 
 def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> list[Alarm]:
     """What is wrong with these heartbeats at `now_ns`. Pure. Ranks that ended in good order are never named."""
-    gone = tuple(rank for rank, beat in beats.items() if beat.is_gone)
-    found = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"{rank_list(gone)} ended without a word")] if gone else []
-    running = {rank: beat for rank, beat in beats.items() if beat.may_live}
+    running = {rank: beat for rank, beat in beats.items() if not beat.is_stopped}
     limit_ns = int(after_s * 1e9)
     silent = tuple(rank for rank, beat in running.items() if now_ns - beat.alive_ns > limit_ns)
+    found = []
     if silent:
         age_s = max(now_ns - running[rank].alive_ns for rank in silent) / 1e9
         text = f"{rank_list(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"

@@ -287,9 +287,7 @@ async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 45)])
-async def test_a_step_without_its_data_is_damaged_before_the_cursor_is_on_it(
-    tmp_path: Path, size: tuple[int, int]
-) -> None:
+async def test_a_step_without_its_data_is_damaged_unasked(tmp_path: Path, size: tuple[int, int]) -> None:
     """At any width: the step named as the newest can be resumed from."""
     run = two_steps(tmp_path / "run")
     next((run / "step-00000020").rglob("*.distcp")).unlink()

@@ -161,7 +161,7 @@ class Incident:
     def is_past(self, ranks: Iterable[int]) -> bool:
         """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
         records = [self.run.ranks.get(rank) for rank in ranks]
-        return self.is_slow or all(record is not None and record.is_over for record in records)
+        return self.is_slow or all(record is not None and has_ended(record) for record in records)
 
     def doing(self, rank: int) -> str:
         """What a rank does, or did before its process ended: `in a collective`, `was in a collective`."""
@@ -171,7 +171,7 @@ class Incident:
         if rank in self.failed and state.kind.is_waiting:
             return f"failed {SITUATIONS[state.kind].label}"
         beat = self.run.ranks[rank].heartbeat
-        if state.kind == RankState.UNKNOWN and beat is not None and beat.may_live and beat.step >= 0:
+        if state.kind == RankState.UNKNOWN and beat is not None and not beat.is_stopped and beat.step >= 0:
             return f"seen in step {beat.step}"
         was = "was " if state.kind not in _NO_ACTIVITY and not self.is_slow and self.is_past((rank,)) else ""
         return f"{was}{SITUATIONS[state.kind].label}"
@@ -284,6 +284,11 @@ class Incident:
             self.top.culprits,
         )
         return replace(self, is_unconfirmed=not is_same)
+
+
+def has_ended(record: RankRecord) -> bool:
+    """Whether a rank's process has ended, by its exit code or by the kernel."""
+    return record.exit is not None or record.is_gone
 
 
 def load_incident(url: str, incident: str | None = None, *, on_read: OnRead | None = None) -> Incident:

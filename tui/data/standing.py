@@ -8,11 +8,12 @@ from signal import Signals
 
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Exit, Heartbeat
-from titan_ckpt.debug.live.watch import Alarm, alarms
+from titan_ckpt.debug.live.watch import Alarm, AlarmKind, alarms
 from titan_ckpt.debug.report.facts import moment
-from titan_ckpt.tui.data.incident import NO_FAULT, Incident
+from titan_ckpt.tui.data.incident import NO_FAULT, Incident, has_ended
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S, _RECENT_S = 30.0, 3600.0
@@ -67,31 +68,33 @@ def _forms(fact: str) -> tuple[str, ...]:
 
 
 def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
-    """The heartbeats of the ranks that have one and whose end is not known."""
+    """The heartbeats of the ranks that have one and whose processes are not known to have ended."""
     return {
         rank: record.heartbeat
         for rank, record in incident.run.ranks.items()
-        if record.heartbeat is not None and record.exit is None
+        if record.heartbeat is not None and not has_ended(record)
     }
 
 
 def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
     """The heartbeats of the last seconds: none if the job has ended or is gone."""
     beats = heartbeats(incident).values()
-    return [beat for beat in beats if beat.may_live and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
+    return [beat for beat in beats if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
 
 
 def may_go_on(incident: Incident, now_s: float) -> bool:
     """Whether a job may write more: no end of it is known, and it showed life in the last hour."""
     run = incident.run
-    has_ended = run.launcher is not None and run.launcher.code is not None
-    has_ended |= all(record.is_over for record in run.ranks.values())
-    return not has_ended and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
+    is_over = run.launcher is not None and run.launcher.code is not None
+    is_over |= all(has_ended(record) for record in run.ranks.values())
+    return not is_over and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
 
 
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
-    """What the heartbeats of a job show to be wrong now."""
-    return alarms(heartbeats(incident), int(now_s * 1e9), after_s=LIVE_S)
+    """What the heartbeats of a job, and the kernel, show to be wrong now."""
+    gone = tuple(rank for rank, record in incident.run.ranks.items() if record.is_gone and record.exit is None)
+    ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"{rank_list(gone)} ended without a word")] if gone else []
+    return [*ended, *alarms(heartbeats(incident), int(now_s * 1e9), after_s=LIVE_S)]
 
 
 def standing(incident: Incident, now_s: float) -> Standing:

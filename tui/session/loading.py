@@ -13,7 +13,6 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.data.judged_runs import find_verdicts
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
@@ -21,6 +20,7 @@ from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.run_folders import load_runs
 from titan_ckpt.tui.data.runs import find_damage, load_others, load_steps
 from titan_ckpt.tui.data.standing import heartbeats, ticking
+from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
@@ -112,7 +112,7 @@ class SessionLoader:
             return False
         beats = heartbeats(incident).values()
         now_s = self._session.clock()
-        return any(beat.may_live and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
+        return any(not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
 
     def _load_incident(self, content: Content) -> None:
         """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""

@@ -42,7 +42,7 @@ async def test_a_refused_name_is_there_to_be_corrected(tmp_path: Path) -> None:
             await press(app, pilot, "escape")
 
 
-async def test_a_filter_that_is_set_is_edited_and_one_that_is_gone_is_offered() -> None:
+async def test_a_filter_is_edited_and_one_that_is_gone_is_offered() -> None:
     app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=5)
     async with app.run_test(size=(120, 36)) as pilot:
         await settled(app, pilot)
