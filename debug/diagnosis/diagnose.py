@@ -20,7 +20,13 @@ from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.looks_well import healthy, looks_quiet, looks_well, went_on
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many, outlasted
-from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import unmet_pairs
+from titan_ckpt.debug.diagnosis.mismatches.out_of_step import (
+    beside_the_waits,
+    is_only_awaited,
+    or_its_partner,
+    out_of_step,
+)
+from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import everybody_in_p2p, unmet_pairs
 from titan_ckpt.debug.diagnosis.no_culprit import running, says_done, stands_in_torch, stands_still, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
@@ -135,12 +141,15 @@ def _faults(
         yield from (late for lane in found_lanes if (late := shifted(run, lane, ends.sinks)) is not None)
     extra = [*one_too_many(run, found_lanes, states)] or [*outlasted(run, states)]
     yield from extra
+    odd = [] if mismatches or extra else [*out_of_step(run, edges, states)]
     past = {rank for verdict in extra for rank in verdict.victims}
-    reasons = [verdict_of(run, root, edges, states) for root in named if root not in past]
-    yield from _without_reason(run, [found for found in reasons if not _is_outnumbered(found, edges)], states)
-    yield from off_rhythm(run, [root for root in ends.sinks if root not in absent], edges, states)
-    for cycle in ends.cycles:
-        yield deadlock(run, cycle, edges, states)
+    past |= {
+        root for verdict in odd for root in named if root not in verdict.culprits and is_only_awaited(states[root])
+    }
+    waits = [*_awaited(run, [root for root in named if root not in past], edges, states)]
+    waits += off_rhythm(run, [root for root in ends.sinks if root not in absent], edges, states)
+    waits += (deadlock(run, cycle, edges, states) for cycle in ends.cycles)
+    yield from beside_the_waits(odd, waits)
     yield from transport(run, found_lanes)
     yield from named_ranks(run, states)
     yield from reported(run, states)
@@ -153,11 +162,19 @@ def _faults(
     yield from unmet
     is_all = run.ranks and all(state.kind == RankState.IN_P2P for state in states.values())
     if is_all and not (unmet or ends.cycles):
-        yield _everybody_in_p2p(states)
+        yield everybody_in_p2p(states)
     waited_for = set(ends.sinks)
     for rank, state in states.items():
         if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
+
+
+def _awaited(
+    run: Run, roots: Sequence[int], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Iterator[Verdict]:
+    """Why ranks that others wait for do not come."""
+    reasons = [or_its_partner(run, verdict_of(run, root, edges, states), edges) for root in roots]
+    yield from _without_reason(run, [found for found in reasons if not _is_outnumbered(found, edges)], states)
 
 
 def _without_reason(run: Run, found: Sequence[Verdict], states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -265,22 +282,6 @@ def _program_threads(run: Run, rank: int) -> Iterator[Evidence]:
         is_own = thread.name.startswith(RECORDER_THREADS)
         if not (thread.is_main or is_own) and frame is not None and not is_library(frame):
             yield Evidence.at(frame, text=f"thread {thread.name} in {frame.function}", rank=rank)
-
-
-def _everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
-    """All ranks are in a send or recv whose peers are not recorded (gloo does not)."""
-    ranks = tuple(states)
-    return Verdict(
-        verdict=VerdictKind.P2P_CYCLE,
-        culprits=ranks,
-        confidence=Basis.ALL_IN_P2P.confidence,
-        headline="every rank waits in a send or recv at the same time: a P2P cycle",
-        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
-        next_steps=(
-            "reverse the order on every second rank, or use batch_isend_irecv",
-            "with our recorder's black boxes the pairs would be known",
-        ),
-    )
 
 
 def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:

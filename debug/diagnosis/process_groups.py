@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -209,6 +209,13 @@ def _made_by_members_alone(used: Mapping[tuple[int, ...], tuple[int, ...]]) -> t
     return found[0] if len(found) == 1 else None
 
 
+def _is_one_call(run: Run, name: str, lists: Iterable[tuple[int, ...]]) -> bool:
+    """Whether the program gave the group the same description wherever it has other members: the ranks disagree in one call."""
+    groups = [*run.groups, *(group for record in run.ranks.values() for group in record.groups)]
+    found = [{g.description for g in groups if g.name == name and g.members == members} for members in lists]
+    return bool(found) and bool(set.intersection(*found) - {"", "undefined", name})
+
+
 def _is_over(run: Run, state: Situation) -> bool:
     """Whether a rank has issued operations after it was seen in init_process_group: that stack is an old one."""
     return state.call == "init_process_group" and len(run.ranks[state.rank].operations) > 0
@@ -243,11 +250,14 @@ def group_conflicts(run: Run) -> Iterator[Verdict]:
         if len(used) < 2:
             continue
         ordered = sorted(used, key=lambda members: (-len(used[members]), members))
-        alone = _made_by_members_alone(used)
+        alone = None if _is_one_call(run, conflict.name, used) else _made_by_members_alone(used)
+        is_tie = (
+            alone is not None and len(set().union(*used) - set(alone)) == 1
+        )  # or the one outside lists itself by mistake
         if alone is not None:
             ordered = [*(members for members in ordered if members != alone), alone]
         most, others = used[ordered[0]], [used[members] for members in ordered[1:]]
-        is_tie = alone is None and len(most) == len(others[0])
+        is_tie = is_tie or (alone is None and len(most) == len(others[0]))
         culprits = tuple(sorted({rank for ranks in others for rank in ranks} | set(most if is_tie else ())))
         yield Verdict(
             verdict=VerdictKind.PG_CONFIG_CONFLICT, culprits=culprits, victims=() if is_tie else most, group=conflict.name,

@@ -79,6 +79,7 @@ class Basis(Enum):
     PHASE = 0.7, (V.STUCK_ON_CPU,), "no stack; the recorder's phase of the training loop"
     CONNECTIONS_CLOSED = 0.7, (V.RANK_DIED,), "no stack; its peers' connections to it closed and none timed out"
     ABORTED = 0.75, (V.RANK_DIED,), "SIGABRT ended it, and it had nothing pending that a library aborts for"
+    TOLD_BY_ANOTHER = 0.75, (V.RANK_DIED,), "SIGTERM ended it first, and its launcher sent that to the others alone"
     EXIT_STATUS = (
         0.85,
         (V.RANK_DIED,),
@@ -106,6 +107,7 @@ class Basis(Enum):
     WAITS_FOR_UNRECORDED = 0.5, (V.P2P_MISSING_PEER,), "waits for something that its dump does not hold"
     TICKS_STOPPED = 0.5, (V.RANK_FROZEN,), "its recorder stopped ticking; frozen, dead or without the GIL"
     NOT_ISSUED = 0.5, (V.STUCK_ON_CPU,), "did not issue the operation; no stack"
+    NOT_ISSUED_TO_ONE = 0.4, (V.STUCK_ON_CPU,), "the same, and one rank alone waits for it: either may be at fault"
     UNKNOWN_WAIT = 0.5, (V.WAIT_CHAIN,), "waits itself, the evidence does not show for whom"
     LEFT_NOTHING = 0.4, (V.RANK_DIED,), "left no dump and no stack"
     NOT_ISSUED_GLOO = 0.4, (V.INSUFFICIENT_DATA,), "did not issue the operation; gloo's dumps hold no send or recv"
@@ -115,6 +117,16 @@ class Basis(Enum):
         0.95,
         (V.SKIPPED_COLLECTIVE, V.ORDER_MISMATCH, V.OP_MISMATCH, V.SIZE_MISMATCH, V.DTYPE_MISMATCH),
         "most ranks agree with each other, the culprits do not (`CALLSITE_DIVERGENCE`: times 0.95)",
+    )
+    ONE_MORE = (
+        0.75,
+        (V.SKIPPED_COLLECTIVE,),
+        "it waits in an operation from a line of its own, where all others had stopped",
+    )
+    OUT_OF_STEP = (
+        0.85,
+        (V.SKIPPED_COLLECTIVE,),
+        "all other ranks used their groups in one order, the culprit in another",
     )
     BROKE_HISTORY = 0.85, CLEAR_MAJORITY[1], "equal parties; one broke with its own earlier operations"
     PLURALITY = 0.75, CLEAR_MAJORITY[1], "the largest party agrees, but it is no majority"

@@ -16,9 +16,9 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
 from titan_ckpt.debug.read.log_names.places import offsets
 from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
-from titan_ckpt.debug.read.text.endings import Ending, Note
 from titan_ckpt.debug.read.text.job_text import OWN, JobText
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
 from titan_ckpt.debug.read.text.schedulers.tasks import tasks_of
 from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
 from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of

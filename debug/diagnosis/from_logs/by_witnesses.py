@@ -110,8 +110,10 @@ def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
         what = verdicts[0].headline.partition(f"rank {culprits[0]} ")[2]
         headline = verdicts[0].headline if len(verdicts) == 1 else f"{rank_list(culprits)}: each {what}"
         evidence = tuple(item for verdict in verdicts[:4] for item in verdict.evidence[:2])
+        is_half = verdicts[0].subtype == Subtype.FINISHED_EARLY and len(culprits) >= len(verdicts[0].victims)
+        confidence = Basis.ENDED_AS_MANY.confidence if is_half else verdicts[0].confidence  # either party may be wrong
         yield verdicts[0] if len(verdicts) == 1 else replace(
-            verdicts[0], culprits=culprits, headline=headline, evidence=evidence,
+            verdicts[0], culprits=culprits, headline=headline, evidence=evidence, confidence=confidence,
             chain=tuple(pair for verdict in verdicts for pair in verdict.chain)[:64],
         )  # fmt: skip
 

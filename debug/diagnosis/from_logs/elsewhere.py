@@ -38,7 +38,7 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
         return
     common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
     culprits = tuple(rank for rank, place in places.items() if place and place != common)
-    if not common or not culprits or _are_of_other_groups([*calls.values()]):
+    if not common or not culprits or _are_of_other_groups([*calls.values()]) or _are_in_start([*calls.values()]):
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
@@ -85,6 +85,11 @@ def _are_of_other_groups(calls: Sequence[str]) -> bool:
         int(number) for _, hash_, number in (call.partition(" #") for call in calls) if hash_ and number.isdigit()
     ]
     return len({*map(_bare, calls)}) == 1 and len(numbers) == len(calls) and max(numbers) - min(numbers) > MOST_APART
+
+
+def _are_in_start(calls: Sequence[str]) -> bool:
+    """Whether some have not joined the job yet, which others have: these skipped nothing."""
+    return any(_bare(call) == "init_process_group" for call in calls)
 
 
 def _awaits_key(run: Run, culprits: tuple[int, ...], key: str, first: Situation, other: Situation) -> Verdict:

@@ -24,7 +24,10 @@ _NO_TROUBLE = (EventKind.SIGTERM, EventKind.CANCELLED)
 
 
 def by_exit_codes(run: Run) -> Iterator[Verdict]:
-    """RANK_DIED for the ranks that a launcher lists first, with a code that they gave themselves."""
+    """RANK_DIED for the ranks that a launcher lists first, with a code that they gave themselves, or by a SIGTERM of another."""
+    yield from (found := [*_told_by_another(run)])
+    if found:
+        return
     failed = [record for record in run.ranks.values() if _ended_itself(record)]
     first = [record for record in failed if record.exit and record.exit.is_first] or failed
     logs = [record.log for record in run.ranks.values() if record.log] + ([run.job_log] if run.job_log else [])
@@ -42,6 +45,27 @@ def by_exit_codes(run: Run) -> Iterator[Verdict]:
     if 0 < len(told) < len(alike) == len(run.ranks) - len(told):
         return  # most left alike, perhaps for one that they waited for and that its launcher had to end
     yield _verdict(alike, code, run, Basis.EXIT_CODE if is_shown else Basis.EXIT_CODE_ALONE)
+
+
+def _told_by_another(run: Run) -> Iterator[Verdict]:
+    """The one rank that SIGTERM ended first, without a signal of the launcher's, which then ended all others with one."""
+    ends = {rank: record.exit for rank, record in run.ranks.items() if record.exit is not None}
+    first = [end for end in ends.values() if end.is_first and not end.was_told and signal_of(end.code) == SIGTERM]
+    others = [end for end in ends.values() if end not in first]
+    log = run.job_log
+    is_cancelled = log is not None and any(event.kind not in (EventKind.SIGTERM,) for event in log.events)
+    if len(first) != 1 or not others or not all(end.was_told for end in others) or is_cancelled:
+        return
+    [end] = first
+    record = run.ranks[end.rank]
+    text = "ended by SIGTERM, which its launcher sent to the others alone, afterwards"
+    yield Verdict(
+        verdict=VerdictKind.RANK_DIED, subtype=Subtype.SIGNAL, signal="SIGTERM", culprits=(end.rank,),
+        victims=tuple(rank for rank in run.ranks if rank != end.rank), step=run.step_of(end.rank),
+        confidence=Basis.TOLD_BY_ANOTHER.confidence, headline=f"rank {end.rank} died: {text}",
+        evidence=(Evidence(text=text, rank=end.rank, source=end.source), *last_words(record)),
+        next_steps=("find out who sent it: a person, a watchdog of the host, a scheduler's step or container limit",),
+    )  # fmt: skip
 
 
 def _ended_itself(record: RankRecord) -> bool:

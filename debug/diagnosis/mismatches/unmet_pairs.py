@@ -63,3 +63,19 @@ def _verdict(run: Run, rank: int, sent: Operation, received: Operation) -> Verdi
             "if they are equal: look at the network between the two hosts",
         ),
     )
+
+
+def everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
+    """All ranks are in a send or recv whose peers are not recorded (gloo does not)."""
+    ranks = tuple(states)
+    return Verdict(
+        verdict=VerdictKind.P2P_CYCLE,
+        culprits=ranks,
+        confidence=Basis.ALL_IN_P2P.confidence,
+        headline="every rank waits in a send or recv at the same time: a P2P cycle",
+        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
+        next_steps=(
+            "reverse the order on every second rank, or use batch_isend_irecv",
+            "with our recorder's black boxes the pairs would be known",
+        ),
+    )

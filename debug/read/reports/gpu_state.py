@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, field
 
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.read.text.endings import Note
 from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.schedulers.process_ends import Note
 
 _SMI = b"NVSMI LOG"
 _METRIC = re.compile(

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK
-from titan_ckpt.debug.read.text.endings import Note
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.lines import physical_lines
+from titan_ckpt.debug.read.text.schedulers.process_ends import Note
 
 MOST_ENTRIES = 1 << 22
 _NUMBER = r"\s{0,4}:\s{0,4}(\d{1,18})"

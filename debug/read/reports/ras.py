@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK
-from titan_ckpt.debug.read.text.endings import Note
 from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.schedulers.process_ends import Note
 from titan_ckpt.parsing.json_values import JsonValue
 
 MOST_NAMED = 4000

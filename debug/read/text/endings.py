@@ -20,34 +20,8 @@ from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
 from titan_ckpt.debug.read.text.schedulers.last_lines import last_code
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
 from titan_ckpt.debug.read.text.schedulers.slurm import CANCELLED, NODE_LOST, TASKS, WHY, WORD, WORDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """One process's end, by what was said of it. `is_task`: `rank` counts the tasks of srun or mpirun. `may_be_launchers`: a
-    launcher of several ranks ends so too, when one of these fails or is out of memory."""
-
-    code: int
-    line: int
-    rank: int | None = None
-    local_rank: int | None = None
-    pid: int | None = None
-    host: str = ""
-    time_s: float | None = None
-    is_task: bool = False
-    may_be_launchers: bool = False
-    is_first: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Something about a host or process that is no exit code: a lost node, a kill, a time limit."""
-
-    kind: EventKind
-    text: str
-    line: int
-    values: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -64,6 +38,8 @@ class Endings:
     attempts: int = 0
     code: int | None = None
     over_line: int = 0  # that said so, or that the agents met
+    is_over: bool = False  # torchrun ended, with a table of its workers' ends
+    has_steps: bool = False  # of this attempt
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
     tasks: list[tuple[str, str]] = field(default_factory=list)  # hosts and their tasks, as srun lists them
     pod: PodDescription = field(default_factory=PodDescription)
@@ -73,6 +49,7 @@ class Endings:
     _failed: bool = False
     _agent: str = ""  # which reported it
     _first: bool = False
+    _has_observer: bool = False
     _rank: tuple[int, int] | None = None
     _time_s: float | None = None
     _spawned: int | None = None
@@ -153,7 +130,7 @@ class Endings:
                     is_first=self._first,
                 )
             )  # fmt: skip
-            self._rank, self._first = None, False
+            self._rank, self._first, self.is_over = None, False, True
 
     def _tell(self, pid: int, code: int, time_s: float | None) -> None:
         """Note a signal of the launcher's, which sends another one if asked again; after long the process had not reacted."""
@@ -170,7 +147,8 @@ class Endings:
             self._forget()
 
     def _is_restart(self, text: str) -> bool:
-        if "ill restart worker group" in text or ("attempts left" in text and "restart" in text):
+        is_next = "ill restart worker group" in text or ("attempts left" in text and "restart" in text)
+        if is_next or (self.is_over and (_LAUNCH.search(text) or (self.has_steps and _RESUMED.match(text)))):
             self._forget()
             return True
         return False
@@ -183,11 +161,17 @@ class Endings:
         self._told_s.clear()
         self._late.clear()
         self._is_cancelled, self._failed, self._first, self._rank = False, False, False, None
+        self.is_over, self.has_steps, self.has_finished, self.code, self.over_line = False, False, False, None, 0
 
     @property
     def has_failed(self) -> bool:
         """Whether the launcher reported a failed worker since the last restart, without its final table."""
         return self._failed
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether the job has failed: ranks that count their steps again are of another attempt."""
+        return self._failed or self.is_over
 
     def begin_attempt(self) -> None:
         """Ranks began again from an earlier step: all that was said is of an earlier attempt."""
@@ -293,6 +277,7 @@ class Endings:
         elif match := _LIGHTNING.search(text):
             code, rank = int(match["code"]), int(match["rank"])
             self.found.append(Ending(code=code, line=number, rank=rank, pid=int(match["pid"]), is_first=True))
+            self._has_observer = True
         elif match := _COMPOSER.search(text):
             code, rank, pid = int(match["code"]), int(match["rank"]), int(match["pid"]) if match["pid"] else None
             is_first = code > 0 or pid is None
@@ -323,6 +308,8 @@ class Endings:
             _SHELL.match(_BAR.sub("", text)) if text.startswith(_SHELL_STARTS) or ": line " in text else None
         ):
             code = WORDS[match["word"]]
+            if self._has_observer and code == -int(Signals.SIGKILL):
+                return  # Lightning's process observer kills all that are left, itself last
             values = {"signal": Signals(-code).name, "pid": match["pid"] or "", "host": line.host}
             if rank := _RANK_VARIABLE.search(text):
                 self.found.append(Ending(code=code, line=number, rank=int(rank["rank"])))
@@ -338,6 +325,14 @@ MOST_LISTED = 4096  # lines of srun that list tasks
 FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
 _TOLD_ITSELF = re.compile(r"Received (?:\d{1,2}|(?:Signals\.)?SIG[A-Z]{2,5}) death signal, shutting down workers")
+_LAUNCH = re.compile(
+    r"torch/distributed/run\.py:\d|Starting elastic_operator with launch configs|^\+ \S{0,200}torchrun "
+)
+# A launcher's or a program's word that a run of the job begins. What Python held back until the end may hold the program's, too,
+# but not after steps that were written before.
+_RESUMED = re.compile(
+    r"(?i)\W{0,8}(?:resum(?:e|ed|ing)|restart(?:ed|ing)?|load(?:ed|ing) (?:from )?(?:the )?checkpoint)\b"
+)
 _AGENT = re.compile(r"[WE]\d{4} [\d:.]{8,18} (?P<pid>\d{1,9}) ")
 _CLOSING = re.compile(r"Sending process (?P<pid>\d{1,9}) closing signal (?P<signal>SIG[A-Z]{2,5})")
 _FORCED = re.compile(r"Unable to shutdown process (?P<pid>\d{1,9}) via \S{1,40}, forcefully exi?t?ing via")
@@ -382,7 +377,8 @@ _PREEMPTED = re.compile(
     r"|(?:instance|node|pod|job|vm|cluster)\b.{0,80}\bpreempted|spot (?:instance )?interruption"
 )
 _SHELL = re.compile(
-    rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{WORD})(?: \(core dumped\))?(?:\s+\S.{{0,400}})?$"
+    rf"(?:(?:\S{{1,200}}: )?line \d{{1,9}}: +(?P<pid>\d{{1,9}}) )?(?P<word>{WORD})(?: \(core dumped\))?"
+    r"(?! at [A-Z][a-z]{2} )(?:\s+\S.{0,400})?$"  # but not LSF's `Terminated at Thu Nov 26 03:10:05`
 )
 _SHELL_STARTS = tuple(WORDS)
 _BAR = re.compile(r".{0,200}\b\d{1,9}/\d{1,9} \[[^\]\n]{1,80}\](?=\S)")  # tqdm's, on whose line the shell wrote on

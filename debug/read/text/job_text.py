@@ -117,8 +117,9 @@ class JobText:
             stream.take(number - 1, replace(line, text=f"{TRACEBACK}:", shown=f"{TRACEBACK}:"))
         stream.take(number, line)
         self.caught.note_step(number, stream)
-        if self.endings.has_failed and before is not None and (stream.last_step or 0) < before:
-            self.endings.begin_attempt()  # a rank counts its steps again: torchrun restarted the job
+        self.endings.has_steps = self.endings.has_steps or stream.last_step is not None
+        if self.endings.may_restart and before is not None and (stream.last_step or 0) < before:
+            self.endings.begin_attempt()  # a rank counts its steps again: the job was restarted
             self._begin_attempt(keep=stream)
 
     def close(self) -> None:

@@ -27,13 +27,9 @@ _FIELD = re.compile(r"(?P<key>\w+(?:\(ms\))?) ?= ?(?P<value>\[[^\]]{0,120}\]|[^,
 _ELAPSED = re.compile(r"ran for (\d{1,18}) milliseconds")
 _PLAIN_RANK = re.compile(r"\[[Rr]ank (\d{1,6})\]")
 _FIELD_NAMES = {
-    "SeqNum": "seq",
-    "OpType": "op",
-    "NumelIn": "numel_in",
-    "NumelOut": "numel_out",
-    "Timeout(ms)": "timeout",
+    "SeqNum": "seq", "OpType": "op", "NumelIn": "numel_in", "NumelOut": "numel_out", "Timeout(ms)": "timeout",
     "TensorShape": "shape",
-}
+}  # fmt: skip
 _LAST_WORK = re.compile(
     r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18}), ?last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})"
 )
@@ -283,6 +279,10 @@ def _is(kind: EventKind) -> Callable[[str], Values | None]:
     return lambda text: {} if kind_of_error(text) == kind else None
 
 
+def _signal(text: str) -> Values | None:
+    return None if "signals_to_handle" in text else {}  # a setting of torchrun's
+
+
 _ABORTED = (
     "terminated with exception: CUDA error",
     "what():  CUDA error",
@@ -323,7 +323,7 @@ _LAST_RULES = (
     *(_Rule(kind, _BARE, _is(kind)) for kind in (EventKind.COMM_CLOSED, EventKind.COMM_TIMEOUT, EventKind.COMM_ERROR)),
     _Rule(EventKind.EXITED, (*_SERVERS, *_OF_JAX)),
     _Rule(EventKind.EXITED, ("/replica:",), lambda text: {} if _TASK_OF_JAX.match(text) else None),
-    _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1")),
+    _Rule(EventKind.SIGTERM, ("SIGTERM", "signal 15", "Signal 15", "SIGUSR1"), _signal),
 )
 NO_DIGITS = str.maketrans("", "", "0123456789")
 _TRIGGERS = tuple(sorted({word.rstrip("0123456789") for rule in (*_RULES, *_LAST_RULES) for word in rule.words}))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK
-from titan_ckpt.debug.read.text.endings import Note
+from titan_ckpt.debug.read.text.schedulers.process_ends import Note
 from titan_ckpt.debug.read.text.writers.labels import Writer
 
 KEPT_CALLS = 256  # of each rank and communicator

@@ -13,8 +13,8 @@ from titan_ckpt.debug import diagnose, open_run
 
 Pieces = dict[str, tuple[Path, dict[str, Any]]]
 LEAST_RIGHT = {
-    "outsiders/first": 455, "outsiders/second": 218, "outsiders/third": 168, "outsiders/fourth": 90, "outsiders/fifth": 220,
-    "outsiders/sixth": 199, "outsiders/seventh": 145,
+    "outsiders/first": 455, "outsiders/second": 218, "outsiders/third": 168, "outsiders/fourth": 90, "outsiders/fifth": 225,
+    "outsiders/sixth": 199, "outsiders/seventh": 145, "outsiders/eighth": 229,
 }  # fmt: skip
 EXPECTED = pinned()
 

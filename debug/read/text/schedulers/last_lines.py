@@ -1,7 +1,7 @@
 """The last line of a job, with its exit code or word of a failure, as shells, launchers and runners print it.
 
 Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, conda run, PyCharm's console, the runners of GitHub Actions and
-GitLab, Jenkins; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct.
+GitLab, Jenkins; LSF's report; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 _CODE = re.compile(
     r"\s*(?:(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*|exit status |command terminated with exit code "
     r"|make: \*\*\* .{1,200} Error |Process finished with exit code |##\[error\]Process completed with exit code "
-    r"|ERROR: Job failed: exit code )(?P<code>-?\d{1,9})\.?(?: \([\w :]{1,60}\))?\s*$",
+    r"|ERROR: Job failed: exit code |\+{1,4} exit )(?P<code>-?\d{1,9})\.?(?: \([\w :]{1,60}\))?\s*$",
     re.IGNORECASE,
 )
 _FAILED = re.compile(
@@ -35,6 +35,8 @@ def last_code(text: str) -> int | None:
     """
     if match := _CODE.match(text):
         return int(match["code"])
+    if text.strip() == "Successfully completed.":  # LSF's report
+        return 0
     match = _SACCT.match(text)
     if match is not None:
         return int(match["code"] or match["cell"])

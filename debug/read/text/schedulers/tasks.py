@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.read.text.endings import FAILED_WORKER, Ending
+from titan_ckpt.debug.read.text.endings import FAILED_WORKER
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded, ranges
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending
 
 MOST_RANKS = 1024  # of one task
 

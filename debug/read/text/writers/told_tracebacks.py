@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_ckpt.debug.read.text.endings import Ending
 from titan_ckpt.debug.read.text.prefixes import Line
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, Named
 
 _ROW = f"  traceback : {TRACEBACK}:"
