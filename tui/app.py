@@ -374,8 +374,7 @@ class TitanApp(App[None]):
         if not self.query(Prompt) or self.prompt.is_open:  # there is none any more while the program ends
             return
         is_following = self.session.is_following
-        reading = [] if is_following else self._loader.doing
-        doing = [*self._working, *(f"reading {what}" for what in reading)]
+        doing = [*self._working, *([] if is_following else self._loader.doing)]
         keys = (*_COMMON_KEYS, *self.pane.useful_keys())
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 

@@ -169,6 +169,23 @@ def test_killed_ranks_of_this_machine_are_not_alive(skip: Incident, monkeypatch:
         assert len(ticking(replace(skip, run=kernel_states.with_kernel_states(run, "/nowhere", NOW_S)), NOW_S)) == 4
 
 
+async def test_a_job_whose_ranks_are_gone_is_judged_anew(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher may still have to write how they ended."""
+    run = live(skip).run
+    gone = replace(run, ranks={rank: replace(record, is_gone=True) for rank, record in run.ranks.items()})
+    looks = [replace(skip, run=gone), replace(skip, run=gone), skip]
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: looks.pop(0))
+    monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S + 5)
+    async with app.run_test(size=(100, 30)) as pilot:
+        for left in (2, 1, 0, 0):
+            await settled(app, pilot)
+            assert len(looks) == left
+            app._loader._not_before_s = 0.0
+            app._loader.judge_if_rested()
+            await pilot.pause()
+
+
 def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:
     assert [confidence_word(c) for c in (0.97, 0.75, 0.6, 0.5, 0.2)] == [
         "recorded", "likely", "check it first", "one of several readings", "a lead only",

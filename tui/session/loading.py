@@ -19,7 +19,7 @@ from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.run_folders import load_runs
 from titan_ckpt.tui.data.runs import find_damage, load_others, load_steps
-from titan_ckpt.tui.data.standing import heartbeats, ticking
+from titan_ckpt.tui.data.standing import ticking
 from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
@@ -54,7 +54,7 @@ class SessionLoader:
         """What is loading, with how much of it is read, and what is looked at beside."""
         s = self._session
         parts: tuple[Loadable[Any], ...] = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
-        return [*(part.reading for part in parts if part.is_loading), *self._beside]
+        return [*(f"reading {part.reading}" for part in parts if part.is_loading), *self._beside]
 
     def load_all(self) -> None:
         """Start loading everything that the content has."""
@@ -106,13 +106,14 @@ class SessionLoader:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
     def _may_go_on(self) -> bool:
-        """Whether the job may live: a hung one writes no file, and its black boxes change where no listing shows it."""
+        """Whether the job may live: a hung one writes no file, and its black boxes change where no listing shows it. Or whether
+        its launcher may, which writes how ranks that are gone ended."""
         incident = self._session.incident.value
         if incident is None:
             return False
-        beats = heartbeats(incident).values()
+        open_ends = (record.heartbeat for record in incident.run.ranks.values() if record.exit is None)
         now_s = self._session.clock()
-        return any(not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in beats)
+        return any(beat and not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in open_ends)
 
     def _load_incident(self, content: Content) -> None:
         """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""
