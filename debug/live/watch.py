@@ -25,6 +25,7 @@ class AlarmKind(StrEnum):
     """What `watch` notices."""
 
     GONE = "GONE"  # the kernel has no such process any more
+    STOPPED = "STOPPED"  # the kernel has stopped the process
     SILENT = "SILENT"  # a recorder stopped ticking
     STALLED = "STALLED"  # no rank changes its phase
     BEHIND = "BEHIND"  # a rank stays in a step that others have left

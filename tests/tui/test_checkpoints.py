@@ -26,6 +26,8 @@ from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.runs import load_others, load_steps
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.upkeep.copy import copy_checkpoint
+from titan_ckpt.upkeep.pruning import prune
+from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.paths import DATA, INCIDENTS
 
 
@@ -275,6 +277,21 @@ async def test_a_step_found_damaged_by_verify_is_marked_in_the_list(tmp_path: Pa
         await press_now(app, pilot, "v")
         await press_now(app, pilot, "escape")
         assert "2 committed" in screen_text(app)
+
+
+@pytest.mark.parametrize("keys", ["", "j", "G"])
+async def test_the_preview_of_prune_is_what_the_command_plans(tmp_path: Path, keys: str) -> None:
+    """The newest usable step is kept, wherever the cursor has been."""
+    run = two_steps(tmp_path / "run")
+    next((run / "step-00000020").rglob("*.distcp")).unlink()
+    app = TitanApp(find_content(str(run)), first_screen=7)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await press(app, pilot, keys)
+        planned = await answer(app, pilot, "p", "1")
+        report = prune(str(run), RetentionPolicy(keep_last=1))
+        assert report.steps == []
+        assert "0 of 2 steps would be deleted, 0 B" in planned
+        assert "counted as whole" not in planned
 
 
 async def test_a_step_that_cannot_be_opened_is_marked_in_the_list(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ async def test_steps_are_listed_opened_verified_compared_and_planned(
         assert "each cell shows the rank" in shown(run)
         await press(run, pilot, "escape", "escape", "g", "j", "j", "p")
         run.query_one("#prompt", Input).value = "1"
-        assert "step 10" in await press(run, pilot, "enter")
+        assert "step-00000010 (committed)" in await press(run, pilot, "enter")
         await press(run, pilot, "escape", "g", "j", "j", "j", "r")
         run.query_one("#prompt", Input).value = "dp_shard=2,nonsense=3"
         assert "unknown mesh axis" in await press(run, pilot, "enter")

@@ -15,15 +15,13 @@ from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Heartbeat, Verdict
-from titan_ckpt.debug.live import kernel_states
-from titan_ckpt.debug.live.processes import Process
 from titan_ckpt.tui import bars, editor, terminal, themes
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import tabs_text
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.data.standing import alarms_now, confidence_word, may_go_on, standing, ticking
+from titan_ckpt.tui.data.standing import confidence_word, standing
 from titan_ckpt.tui.goto import link_to, places
 from titan_ckpt.tui.rows import Role, RowLink
 from titan_ckpt.tui.screens.grid_rows import grid_of
@@ -128,62 +126,6 @@ async def test_a_live_job_is_judged_again_and_one_look_accuses_nobody(
     assert all("rank 0" not in bar for bar in bars)
     assert firsts == ["RUNNING", "RUNNING", "RUNNING", "STUCK"]
     assert "looked 0 s ago" in bars[1]
-
-
-def test_a_stopped_process_of_this_machine_is_known(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = live(skip).run
-    pids = {rank: record.pid or 0 for rank, record in run.ranks.items()}
-    found = [
-        Process(rank=1, pid=pids[1], stem="", state="T (stopped)"),
-        Process(rank=2, pid=pids[2], stem="", state="t (tracing stop)"),
-        Process(rank=3, pid=pids[3] + 1, stem="", state="T (stopped)"),
-    ]
-    monkeypatch.setattr(kernel_states, "find_processes", lambda _: found)
-    monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
-    seen = kernel_states.with_kernel_states(run, "/nowhere", NOW_S)
-    assert {rank: record.process_state for rank, record in seen.ranks.items() if record.process_state} == {
-        1: "T (stopped)"
-    }
-    assert kernel_states.with_kernel_states(run, "s3://bucket/run", NOW_S) is run
-    assert kernel_states.with_kernel_states(run, "/nowhere", NOW_S + 3600) is run
-    assert kernel_states.with_kernel_states(skip.run, "/nowhere", NOW_S) is skip.run
-
-
-def test_killed_ranks_of_this_machine_are_not_alive(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their heartbeats are of the last seconds: only the kernel knows. One in another container, not seen here, ticks on."""
-    run = live(skip).run
-    gone = [Process(rank=rank, pid=record.pid or 0, stem="", state="gone") for rank, record in run.ranks.items()]
-    monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
-    now_s = NOW_S + 5
-    for killed in (gone[1:2], gone):
-        monkeypatch.setattr(kernel_states, "find_processes", lambda _, killed=killed: killed)
-        seen = replace(
-            skip, run=kernel_states.with_kernel_states(run, "/nowhere", now_s), last_sign_ns=int(NOW_S * 1e9)
-        )
-        assert len(ticking(seen, now_s)) == len(run.ranks) - len(killed)
-        assert may_go_on(seen, now_s) == (len(killed) < len(run.ranks))
-        assert seen.doing(gone[1].rank).startswith("was ")
-        assert [(alarm.kind, alarm.ranks) for alarm in alarms_now(seen, now_s)] == [
-            ("GONE", tuple(process.rank for process in killed))
-        ]
-        assert len(ticking(replace(skip, run=kernel_states.with_kernel_states(run, "/nowhere", NOW_S)), NOW_S)) == 4
-
-
-async def test_a_job_whose_ranks_are_gone_is_judged_anew(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launcher may still have to write how they ended."""
-    run = live(skip).run
-    gone = replace(run, ranks={rank: replace(record, is_gone=True) for rank, record in run.ranks.items()})
-    looks = [replace(skip, run=gone), replace(skip, run=gone), skip]
-    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: looks.pop(0))
-    monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)
-    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S + 5)
-    async with app.run_test(size=(100, 30)) as pilot:
-        for left in (2, 1, 0, 0):
-            await settled(app, pilot)
-            assert len(looks) == left
-            app._loader._not_before_s = 0.0
-            app._loader.judge_if_rested()
-            await pilot.pause()
 
 
 def test_a_hung_job_says_for_how_long_and_how_sure(skip: Incident) -> None:

@@ -94,7 +94,7 @@ def parse_clock(text: str, near_ms: int) -> int | None:
     (62500, None)
     """
     match = _CLOCK.fullmatch(text.strip().removesuffix(" UTC"))
-    if match is None:
+    if match is None or int(match[2]) > 23 or max(int(match[3]), int(match[4] or 0)) > 59:
         return None
     day, hours, minutes, seconds, fraction = match.groups()
     try:

@@ -17,6 +17,7 @@ from titan_ckpt.tui.data.incident import NO_FAULT, Incident, has_ended
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S, _RECENT_S = 30.0, 3600.0
+_HELD_S = 600.0  # for how long after its last tick the kernel is asked about a process
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
 _SURE = "confidence "
 _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
@@ -77,9 +78,18 @@ def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
 
 
 def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
-    """The heartbeats of the last seconds: none if the job has ended or is gone."""
-    beats = heartbeats(incident).values()
-    return [beat for beat in beats if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < LIVE_S]
+    """The heartbeats of the last seconds, and of processes that the kernel has stopped: none if the job has ended or is gone."""
+    beats, stopped = heartbeats(incident), _stopped_ranks(incident)
+    return [
+        beat
+        for rank, beat in beats.items()
+        if not beat.is_stopped and abs(now_s - beat.alive_ns / 1e9) < (_HELD_S if rank in stopped else LIVE_S)
+    ]
+
+
+def _stopped_ranks(incident: Incident) -> tuple[int, ...]:
+    """The ranks that the kernel of this machine says to be stopped now."""
+    return tuple(rank for rank, record in incident.run.ranks.items() if record.process_state.startswith("T"))
 
 
 def may_go_on(incident: Incident, now_s: float) -> bool:
@@ -94,7 +104,13 @@ def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
     gone = tuple(rank for rank, record in incident.run.ranks.items() if record.is_gone and record.exit is None)
     ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"{rank_list(gone)} ended without a word")] if gone else []
-    return [*ended, *alarms(heartbeats(incident), int(now_s * 1e9), after_s=LIVE_S)]
+    stopped = _stopped_ranks(incident)
+    others = {rank: beat for rank, beat in heartbeats(incident).items() if rank not in stopped}
+    if stopped:
+        ended.append(
+            Alarm(kind=AlarmKind.STOPPED, ranks=stopped, text=f"{rank_list(stopped)} stopped by a signal (state T)")
+        )
+    return [*ended, *alarms(others, int(now_s * 1e9), after_s=LIVE_S)]
 
 
 def standing(incident: Incident, now_s: float) -> Standing:

@@ -118,13 +118,16 @@ def _after_its_end(incident: Incident, rank: int, codes: list[int], window: Wind
     code = _HALTED.get(state.kind) if state is not None else None
     if code is None or incident.is_over:
         return codes
+    table = record.operations
+    newest = (int(table["created_ns"].max()), int(table["completed_ns"].max())) if len(table) else ()
     signs = (
+        *newest,
         record.heartbeat.alive_ns if record.heartbeat is not None else 0,
         int((record.exit.time_s or 0) * 1e9) if record.exit is not None else 0,
         int((record.log.last_time_s or 0) * 1e9) if record.log is not None else 0,
     )
     last_ns = max(signs)
-    first = window.cell(last_ns - ahead, len(codes)) if last_ns else 0
+    first = min(window.cell(last_ns - ahead, len(codes)), len(codes) - 1) if last_ns else 0
     halts = (PENDING, RUNNING, BLANK) if last_ns else (PENDING, RUNNING)
     return [code if i >= first and each in halts else each for i, each in enumerate(codes)]
 

@@ -6,13 +6,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from titan_ckpt.check.diff import Difference, compare
 from titan_ckpt.check.verify import Report, examine
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
+from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
@@ -41,8 +42,9 @@ from titan_ckpt.tui.rows import (
     truncate,
     wrapped,
 )
-from titan_ckpt.upkeep.deletion import read_pins
-from titan_ckpt.upkeep.retention import RetentionPolicy, prune
+from titan_ckpt.upkeep.deletion import check_whole, read_pins
+from titan_ckpt.upkeep.pruning import prune
+from titan_ckpt.upkeep.retention import RetentionPolicy
 
 ROLES: Mapping[StepState, Role] = {
     StepState.COMMITTED: Role.GOOD,
@@ -280,24 +282,29 @@ def parse_keep(text: str) -> RetentionPolicy:
 
 
 def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator[Row]:
-    """Steps that `titan-ckpt prune --keep-last N --keep-every M` would delete, by tier."""
+    """What `titan-ckpt prune --keep-last N --keep-every M` would delete, by tier, as that command itself plans it."""
     every = f" --keep-every {policy.keep_every}" if policy.keep_every else ""
     for tier in (tier for tier in found.tiers if not tier.problem):
-        copies = {s.step: copy for s in found.steps for copy in s.copies if copy.tier == tier.name and copy.info}
-        pins = read_pins(next(iter(copies.values())).store) if copies else frozenset()
-        infos = [copy.info for copy in copies.values() if copy.info is not None]
-        gone = prune(infos, replace(policy, pins=pins))
-        size = format_size(sum(copies[info.step].size_bytes or 0 for info in gone))
-        where = f"{tier.name}: " if tier.name else ""
-        yield head(f"{where}{len(gone)} of {len(infos)} steps would be deleted, {size} (preview only)")
-        yield from (row(f"  step {info.step}") for info in gone)
-        if pins:
+        copies = [copy for s in found.steps for copy in s.copies if copy.tier == tier.name and copy.info is not None]
+        report = prune(tier.url, policy)
+        where, size = f"{tier.name}: " if tier.name else "", format_size(report.size_bytes)
+        yield head(f"{where}{len(report.steps)} of {len(copies)} steps would be deleted, {size} (preview only)")
+        yield from (row(f"  {item.what}  ", (format_size(item.size_bytes), Role.DIM)) for item in report.garbage)
+        yield from (row((line, Role.DIM)) for text in report.kept for line in wrapped(f"  {text}", width, "    "))
+        if copies and (pins := read_pins(copies[0].store)):
             yield row((f"  pinned, kept: {ranks_text(sorted(pins))}", Role.DIM))
-        bad = sorted({step for step, copy in copies.items() if copy.damage} - {info.step for info in gone})
+        bad = sorted(copy.step for copy in copies if copy.step not in report.steps and _counts_as_whole(copy))
         if bad:
             yield row((f"  ! kept and counted as whole, but damaged: {ranks_text(bad)}", Role.BAD), is_problem=True)
         command = f"titan-ckpt prune {display_url(tier.url)} --keep-last {policy.keep_last}{every}"
         yield from _command_rows(command, width)
+
+
+def _counts_as_whole(copy: StepCopy) -> bool:
+    """Whether a copy is damaged in what only a reading of all bytes shows."""
+    if not copy.damage or copy.info is None:
+        return False
+    return check_whole(copy.store, copy.store.url, copy.info).state == CheckpointState.COMMITTED
 
 
 def _command_rows(command: str, width: int) -> Iterator[Row]:

@@ -259,7 +259,7 @@ class LogsPane(Pane):
         if wanted is None:
             self.post_message(self.ShowStatus(f"{text!r} is not a time; write 14:05, 14:05:30.250 or 2026-11-21 14:05"))
         else:
-            self._has_begun = True  # a screen that is shown for the first time starts there
+            self._story = self.session.story  # a screen that is shown for the first time starts there
             self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
 
     def chosen(self, chosen: Row) -> None:

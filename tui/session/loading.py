@@ -12,7 +12,7 @@ from textual.app import App
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
-from titan_ckpt.tui.data.incident import Incident, load_incident
+from titan_ckpt.tui.data.incident import NO_FAULT, Incident, load_incident
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_growth import grow
 from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
@@ -129,7 +129,10 @@ class SessionLoader:
         def after() -> None:
             s.looked_s = s.clock()
             found = s.incident.value
-            if found is not None and (former is None or _story(found) != _story(former)):
+            if found is not None and former is not None and former.lanes:  # groups of one size may change places
+                s.lane = found.lane_of(former.names[s.lane % len(former.lanes)])
+            is_calm = found is None or (former is not None and found.top.verdict in NO_FAULT)
+            if found is not None and not is_calm and (former is None or _story(found) != _story(former)):
                 s.story += former is not None
                 link = found.link_of(found.top)
                 s.lane, s.seq = (found.lane_of(link.group), link.seq) if link is not None else (s.lane, None)
