@@ -251,9 +251,8 @@ def group_conflicts(run: Run) -> Iterator[Verdict]:
             continue
         ordered = sorted(used, key=lambda members: (-len(used[members]), members))
         alone = None if _is_one_call(run, conflict.name, used) else _made_by_members_alone(used)
-        is_tie = (
-            alone is not None and len(set().union(*used) - set(alone)) == 1
-        )  # or the one outside lists itself by mistake
+        # One rank alone outside: it may as well list itself by mistake.
+        is_tie = alone is not None and len(set().union(*used) - set(alone)) == 1
         if alone is not None:
             ordered = [*(members for members in ordered if members != alone), alone]
         most, others = used[ordered[0]], [used[members] for members in ordered[1:]]

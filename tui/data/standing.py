@@ -103,7 +103,7 @@ def may_go_on(incident: Incident, now_s: float) -> bool:
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
     gone = tuple(rank for rank, record in incident.run.ranks.items() if record.is_gone and record.exit is None)
-    ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"{rank_list(gone)} ended without a word")] if gone else []
+    ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"the process of {rank_list(gone)} is gone")] if gone else []
     stopped = _stopped_ranks(incident)
     others = {rank: beat for rank, beat in heartbeats(incident).items() if rank not in stopped}
     if stopped:

@@ -53,7 +53,7 @@ def _told_by_another(run: Run) -> Iterator[Verdict]:
     first = [end for end in ends.values() if end.is_first and not end.was_told and signal_of(end.code) == SIGTERM]
     others = [end for end in ends.values() if end not in first]
     log = run.job_log
-    is_cancelled = log is not None and any(event.kind not in (EventKind.SIGTERM,) for event in log.events)
+    is_cancelled = log is not None and any(event.kind != EventKind.SIGTERM for event in log.events)
     if len(first) != 1 or not others or not all(end.was_told for end in others) or is_cancelled:
         return
     [end] = first
