@@ -157,9 +157,8 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse.Namespace) -> None:
     """The page and the trace, where they are asked for."""
     if arguments.html is not None:
-        top = verdicts[0]
-        blamed, waiters = top.culprits or top.suspects, (waiter for waiter, _ in top.chain)
-        states = seen_situations(evidence, situations(evidence), blamed, waiters)
+        waiters = (waiter for waiter, _ in verdicts[0].chain)
+        states = seen_situations(evidence, situations(evidence), verdicts[0], waiters)
         page = report_html(evidence, verdicts, states, time.time())
         write_picture(arguments.html, page, is_forced=arguments.force)
         write_note(f"wrote {arguments.html}")

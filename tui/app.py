@@ -39,7 +39,6 @@ from titan_ckpt.tui.widgets.prompt import Prompt
 
 FOLLOW_S = 2.0
 INTERRUPTED = 130
-_COMMON_KEYS = (("?", "help"), ("q", "quit"))
 
 
 class TitanApp(App[None]):
@@ -149,7 +148,8 @@ class TitanApp(App[None]):
     def on_verdict_bar_clicked(self) -> None:
         """Show what the verdict is about."""
         incident = self.session.incident.value
-        if incident is not None and (link := incident.link_of(incident.top)) is not None:
+        link = incident.link_of(incident.top) if incident is not None else RowLink(screen=CheckpointsPane.number)
+        if link is not None:
             self.go(link)
 
     def on_pane_go(self, message: Pane.Go) -> None:
@@ -375,7 +375,7 @@ class TitanApp(App[None]):
             return
         is_following = self.session.is_following
         doing = [*self._working, *([] if is_following else self._loader.doing)]
-        keys = (*_COMMON_KEYS, *self.pane.useful_keys())
+        keys = self.pane.useful_keys()
         self.query_one(KeyBar).show_state(self._status_text, doing, keys, is_following=is_following)
 
     def _paint_bars(self) -> None:

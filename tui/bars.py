@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from rich.style import Style
@@ -14,7 +14,7 @@ from textual.keys import _character_to_key
 from textual.message import Message
 
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.tui.data.standing import standing, ticking
+from titan_ckpt.tui.data.standing import Standing, damage_facts, standing, ticking
 from titan_ckpt.tui.rows import Role, clean, shown, truncate
 from titan_ckpt.tui.screens import PANES
 from titan_ckpt.tui.session.session import Session
@@ -24,6 +24,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 
 Keys = Sequence[tuple[str, str]]
 _GAP = 2
+_COMMON_KEYS = (("?", "help"), ("q", "quit"))
 
 
 class TabBar(OneLine):
@@ -75,13 +76,17 @@ class VerdictBar(OneLine):
     def show_verdict(self, session: Session) -> None:
         """The verdict as of the last look, and of a job that lived then, or is followed, how long ago that was."""
         incident, steps = session.incident.value, session.checkpoints.value
-        self.display = incident is not None
+        damage = damage_facts(steps)
+        self.display = incident is not None or bool(damage)
+        if incident is None and damage:
+            self.set_classes(Role.BAD)
+            self.show(f" {Standing(word='CHECKPOINTS', role=Role.BAD, facts=damage).text(self.app.size.width - 2)}")
         if incident is not None:
             is_live = session.is_following or bool(ticking(incident, session.seen_s))
             age_s = max(session.clock() - session.seen_s, 0.0)
             age = f"{age_s:.0f} s" if age_s < 60 else format_duration(age_s)  # no parts of a second
             looked = f"   looked {age} ago" if is_live else ""
-            found = standing(incident, session.seen_s).beside(steps.num_damaged if steps is not None else 0)
+            found = standing(incident, session.seen_s).beside(steps)
             self.set_classes(found.role or "plain")
             self.show(f" {found.text(self.app.size.width - 2 - len(looked))}{looked}")
 
@@ -102,15 +107,17 @@ class KeyBar(OneLine):
         self._spots = []
         self.show(truncate(f" {text}", self.app.size.width))
 
-    def show_state(self, text: str, doing: Sequence[str], keys: Keys, *, is_following: bool) -> None:
-        """Show the message `text` and what is being done, else the keys."""
+    def show_state(
+        self, text: str, doing: Sequence[str], keys: Iterable[tuple[str, str]], *, is_following: bool
+    ) -> None:
+        """Show the message `text` and what is being done, else the keys: those of every screen, then `keys`."""
         before = "[following] " if is_following else ""
         if doing:
             self.show_message(f"{before}{' · '.join([*([text] if text else []), *doing])} ...")
         elif text:
             self.show_message(f"{before}{text}")
         else:
-            self.show_keys(before, keys)
+            self.show_keys(before, (*_COMMON_KEYS, *keys))
 
     def show_keys(self, before: str, keys: Keys) -> None:
         """Show `before`, then as many keys as fit, each with what it does."""

@@ -34,6 +34,8 @@ def export_report(incident: Incident, now_s: float, path: str) -> str:
         raise UsageError(
             f"{f'{path}: ' if path else ''}give a name that ends with {', '.join(_WRITERS)}; nothing was written"
         )
+    if incident.awaits_confirmation:
+        raise UsageError("not written: one look at a live job is no verdict; press x again after the next look")
     place = os.path.expanduser(path)
     replaced = ", in place of an earlier one" if os.path.lexists(place) else ""
     try:

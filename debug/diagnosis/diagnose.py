@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from signal import SIGABRT
 
 from titan_ckpt.debug.diagnosis.advice import of_ended
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
+from titan_ckpt.debug.diagnosis.ends import all_left_gone
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
@@ -27,15 +27,15 @@ from titan_ckpt.debug.diagnosis.mismatches.out_of_step import (
     out_of_step,
 )
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import everybody_in_p2p, unmet_pairs
-from titan_ckpt.debug.diagnosis.no_culprit import running, says_done, stands_in_torch, stands_still, undecided
+from titan_ckpt.debug.diagnosis.no_culprit import gone, running, says_done, stands_in_torch, stands_still, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception, signal_of
+from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
+from titan_ckpt.debug.diagnosis.same_fault import merged, named_together
 from titan_ckpt.debug.diagnosis.standstill import ended_in_wait, is_beginning, is_not_yet, pace_of_live
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
-    cause_of_death,
     left_no_end,
     stopped_ticking,
     verdict_of,
@@ -43,7 +43,7 @@ from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
 )
 from titan_ckpt.debug.diagnosis.waiting.deadlock import deadlock, off_rhythm
 from titan_ckpt.debug.diagnosis.waiting.device_order import has_timed_out, waits_on_device
-from titan_ckpt.debug.diagnosis.waiting.told_waits import MAX_CHAIN, with_told_chain
+from titan_ckpt.debug.diagnosis.waiting.told_waits import with_told_chain
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, can_wait, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
     ACCUSING,
@@ -51,12 +51,10 @@ from titan_ckpt.debug.incident.confidence import (
     DIED_FIRST,
     EXPLAINED,
     MET,
-    NAMED_TOGETHER,
     OTHER_FAULT,
     WEIGHTS,
     Basis,
 )
-from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import abort_stack, hang_stack, is_library, user_frame
 from titan_ckpt.debug.incident.gc_off import no_gc
 from titan_ckpt.debug.incident.kinds import STALL, RankState, Subtype, VerdictKind
@@ -86,7 +84,9 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)] or [*_left_behind(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
-    ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, _merged(run, found))))]
+    ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, merged(run, found))))]
+    if is_not_yet(ranked[0]) and all_left_gone(run):
+        ranked = [gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]
@@ -186,32 +186,17 @@ def _without_reason(run: Run, found: Sequence[Verdict], states: Mapping[int, Sit
     gone = [v for v in unclear if v.verdict == VerdictKind.RANK_DIED and left_no_end(run, v.culprits[0])]
     if len(gone) > 1:
         unclear = [verdict for verdict in unclear if verdict not in gone]
-        yield _named_together(gone)
+        yield named_together(gone)
     yield from (verdict for verdict in found if verdict not in (*gone, *unclear, *overtaking))
     waiters = {rank for verdict in overtaking for rank in verdict.victims}
     if overtaking and len(overtaking) <= max(1, len(waiters)):  # else those few that wait went another way
-        yield _named_together(overtaking)
+        yield named_together(overtaking)
     culprits = tuple(sorted(rank for verdict in unclear for rank in verdict.culprits))
     victims = tuple(sorted({rank for verdict in unclear for rank in verdict.victims} - set(culprits)))
     if len(unclear) == 1:
         yield unclear[0]
     elif unclear and len(culprits) < len(victims):
-        yield _named_together(unclear)
-
-
-def _named_together(found: Sequence[Verdict], factor: float = NAMED_TOGETHER) -> Verdict:
-    """One verdict on ranks of which the same is known; `factor`: of its confidence."""
-    if len(found) == 1:
-        return found[0]
-    culprits = tuple(sorted(rank for verdict in found for rank in verdict.culprits))
-    victims = tuple(sorted({rank for verdict in found for rank in verdict.victims} - set(culprits)))
-    first = max(found, key=lambda verdict: verdict.confidence)
-    return replace(
-        first, culprits=culprits, victims=victims, confidence=first.confidence * factor,
-        headline=f"{first.headline}; the same is true of {rank_list([r for r in culprits if r not in first.culprits])}",
-        chain=tuple(dict.fromkeys(pair for verdict in found for pair in verdict.chain))[:MAX_CHAIN],
-        evidence=tuple(dict.fromkeys(item for verdict in found[:4] for item in verdict.evidence[:2])),
-    )  # fmt: skip
+        yield named_together(unclear)
 
 
 def _is_outnumbered(verdict: Verdict, edges: Sequence[Edge]) -> bool:
@@ -291,69 +276,6 @@ def _unless_died_before(run: Run, verdict: Verdict) -> Verdict:
         if error is not None and len(verdict.culprits) == 1:
             return replace(verdict, confidence=verdict.confidence * DIED_FIRST)
     return verdict
-
-
-TOGETHER_S = 2.0
-
-
-def _merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
-    """Each verdict once; one for ranks that all raised or hang at the same line, or that one signal killed within TOGETHER_S."""
-    alike: dict[object, list[Verdict]] = {}
-    first_s = min((ended for v in found if (ended := _killed_at(run, v)) is not None), default=0.0)
-    for number, verdict in enumerate(dict.fromkeys(found)):
-        alike.setdefault(_cause(run, verdict, first_s) or number, []).append(verdict)
-    return [
-        _named_together(those, 1.0) if those[0].verdict == VerdictKind.STUCK_ON_CPU else reduce(_died_together, those)
-        for those in alike.values()
-    ]
-
-
-def _died_together(first: Verdict, other: Verdict) -> Verdict:
-    culprits = tuple(sorted({*first.culprits, *other.culprits}))
-    where = f" at {other.file}:{other.line}" if other.file else ""
-    cause = cause_of_death(other.subtype, other.signal, are_many=True)
-    return replace(
-        first,
-        culprits=culprits,
-        victims=tuple(rank for rank in first.victims if rank not in culprits),
-        evidence=(*first.evidence[:4], *other.evidence[:1]),
-        headline=f"{len(culprits)} ranks ({', '.join(map(str, culprits[:8]))}) died: they {cause}{where}",
-    )
-
-
-def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
-    """Equal for verdicts of one cause; None for a verdict that stands for itself."""
-    if verdict.verdict == VerdictKind.STUCK_ON_CPU:
-        where = verdict.evidence[0] if verdict.confidence == Basis.MAIN_STACK.confidence and verdict.evidence else None
-        return (verdict.verdict, verdict.subtype, where.file, where.line) if where and where.file else None
-    if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.DEVICE) and verdict.file:
-        return verdict.subtype, verdict.file, verdict.line
-    if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.evidence:  # without a traceback: by its text
-        return verdict.subtype, verdict.evidence[0].text
-    if verdict.subtype == Subtype.EXIT_CODE:
-        return verdict.subtype
-    if verdict.verdict == VerdictKind.RANK_DIED and verdict.subtype == Subtype.HOST and verdict.evidence:
-        return (
-            verdict.subtype,
-            verdict.evidence[0].source,
-            verdict.evidence[0].text,
-        )  # one line tells of all ranks of a host
-    ended = run.ranks[verdict.culprits[0]].exit if len(verdict.culprits) == 1 else None
-    if verdict.subtype in (Subtype.SIGNAL, Subtype.OOM) and ended is not None and ended.line and ended.time_s is None:
-        # One line of all, such as `srun: error: node2: tasks 4-7: Out Of Memory`.
-        return verdict.subtype, verdict.signal, ended.source, ended.line
-    ended_s = _killed_at(run, verdict)
-    if ended_s is not None and ended_s - first_s <= TOGETHER_S:
-        return verdict.subtype, verdict.signal, verdict.file, verdict.line
-    return None
-
-
-def _killed_at(run: Run, verdict: Verdict) -> float | None:
-    """When a signal killed the one culprit, where a launcher noted it."""
-    if (verdict.verdict, verdict.subtype) != (VerdictKind.RANK_DIED, Subtype.SIGNAL) or len(verdict.culprits) != 1:
-        return None
-    ended = run.ranks[verdict.culprits[0]].exit
-    return ended.time_s if ended is not None and signal_of(ended.code) else None
 
 
 def _ranked(found: Iterable[Verdict]) -> list[Verdict]:

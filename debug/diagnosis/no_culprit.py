@@ -74,6 +74,23 @@ def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = Fal
     )
 
 
+def gone(run: Run, suspected: Verdict) -> Verdict:
+    """INSUFFICIENT_DATA: all processes ended and left nothing that tells which went first, or why."""
+    return Verdict(
+        verdict=VerdictKind.INSUFFICIENT_DATA,
+        confidence=Basis.UNDECIDED.confidence,
+        headline=f"all processes are gone ({num_ranks(len(run.ranks))}), and none left an end of its own",
+        evidence=(
+            Evidence(text="SIGKILL, os._exit or the end of the host leaves no trace in a recorder"),
+            *suspected.evidence[:4],
+        ),
+        next_steps=(
+            "look at the console of the launcher for exit codes and signals, and give it to debug with the recorders' folder",
+            "look at `dmesg -T` on the host (out of memory), and at the scheduler's accounting (sacct, kubectl describe pod)",
+        ),
+    )
+
+
 def undecided(run: Run, edges: Sequence[Edge], states: Mapping[int, Situation]) -> Verdict:
     """INSUFFICIENT_DATA: no culprit; lists waiting ranks, missing ranks, and what evidence would decide."""
     in_torch = stands_in_torch(run, states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from titan_ckpt.debug.diagnosis.ends import all_left_gone
 from titan_ckpt.debug.diagnosis.rank_death import (
     dead,
     event_evidence,
@@ -35,9 +36,11 @@ _WAITED = (
 
 
 def situations(run: Run) -> dict[int, Situation]:
-    """Every rank's situation."""
+    """Every rank's situation. Where all processes are gone, that a rank's is tells nothing."""
     have_left = any(record.stacks or record.dumps for record in run.ranks.values())
-    found = {rank: situation(run, record, others_left_some=have_left) for rank, record in run.ranks.items()}
+    are_gone = all_left_gone(run)
+    records = {rank: replace(record, process_state="") if are_gone else record for rank, record in run.ranks.items()}
+    found = {rank: situation(run, record, others_left_some=have_left) for rank, record in records.items()}
     return {**found, **_waiting_by_thread(run, found), **_vanished(run, found)}
 
 

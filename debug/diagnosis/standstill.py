@@ -88,7 +88,7 @@ _NO_END = (EventKind.SIGTERM, EventKind.EXCEPTION, EventKind.OOM)
 
 
 def _shows_end(record: RankRecord, *, is_told: bool) -> bool:
-    is_gone = record.process_state == "gone" or record.process_state[:1] in ("T", "t", "Z", "X")
+    is_gone = record.is_gone or record.process_state == "gone" or record.process_state[:1] in ("T", "t", "Z", "X")
     has_left = record.heartbeat is not None and record.heartbeat.is_stopped and not is_told
     is_dumped = any(_is_of_trouble(dump.reason) and not (is_told and "sigterm" in dump.reason) for dump in record.dumps)
     has_failed = any(event.kind not in _NO_END and not logged_on(record, event) for event in record.events)

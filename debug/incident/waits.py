@@ -99,6 +99,7 @@ def process_ended(run: Run, rank: int, top: Verdict) -> bool:
     return (
         record.exit is not None
         or record.process_state == "gone"
+        or record.is_gone
         or (record.heartbeat is not None and record.heartbeat.is_stopped)
         or (run.launcher is not None and run.launcher.code is not None)
         or any("sigterm" in dump.reason for dump in record.dumps)

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import RankState
-from titan_ckpt.debug.incident.records import Run, Situation
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, waited_at_the_end, waits
 
 WAIT = "wait"  # the method of a send, a recv or a collective: the stack does not tell which
 _BY_STACK = (RankState.ON_CPU, RankState.IN_TORCH)
+_HALTED: Mapping[VerdictKind, RankState] = {
+    VerdictKind.RANK_DIED: RankState.DEAD,
+    VerdictKind.RANK_FROZEN: RankState.FROZEN,
+}
 
 
 def seen_situations(
-    run: Run, states: Mapping[int, Situation], blamed: Iterable[int], waiters: Iterable[int]
+    run: Run, states: Mapping[int, Situation], top: Verdict, waiters: Iterable[int]
 ) -> dict[int, Situation]:
     """`states`, in which a rank that waits for others waits.
 
     Without a stack the recorder shows it: an operation has not ended, of a rank of the verdict any, of others the last one.
     It also shows what a stack in `wait` waits for. Any other stack is overruled by the verdict alone: on a GPU the main thread
     of a rank that waits is often elsewhere, in `.item()` or `backward()`. `waiters`: the ranks of which the verdict says that
-    they wait; those with the same operation pending wait too. A rank of `blamed` keeps what its stack shows.
+    they wait; those with the same operation pending wait too. A rank at fault keeps what its stack shows, and one that the
+    verdict calls dead or frozen is that.
     """
-    named, at_fault = set(waiters), frozenset(blamed)
+    named, at_fault = set(waiters), frozenset(top.culprits or top.suspects)
     found = dict(states)
     for wait in waits(run):
         frame = user_frame(wait.operation.frames, run.wrappers)
@@ -34,6 +40,8 @@ def seen_situations(
                 rank=rank, kind=kind, frame=state.frame or frame, call=wait.operation.op,
                 evidence=state.evidence, confidence=state.confidence,
             )  # fmt: skip
+    if top.verdict in _HALTED:
+        found |= {rank: replace(found[rank], kind=_HALTED[top.verdict]) for rank in top.culprits if rank in found}
     return found
 
 

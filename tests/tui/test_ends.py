@@ -8,15 +8,17 @@ from dataclasses import replace
 import pytest
 
 from tests.support.screen_pictures import press, screen_text
+from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.waits import last_sign_ns, logs_ahead_s
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import VerdictBar
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.grid import FAILED
-from titan_ckpt.tui.data.incident import load_incident
+from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, LATE, PENDING
+from titan_ckpt.tui.data.incident import diagnosed, load_incident
 from titan_ckpt.tui.data.standing import standing
+from titan_ckpt.tui.data.timeline import BARS, Window
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
-from titan_ckpt.tui.pictures.timeline import bars_rows
+from titan_ckpt.tui.pictures.timeline import axis, bars_rows
 from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens.grid_rows import grid_of
 from titan_ckpt.tui.screens.groups import group_rows
@@ -24,6 +26,7 @@ from titan_ckpt.tui.screens.overview import overview_rows
 from titan_ckpt.tui.screens.waits import wait_rows
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.looks import to_ascii
 from tools.paths import INCIDENTS
 
 NOW_S, EAST_S = 1_795_250_000.0, 9 * 3600.0
@@ -170,7 +173,7 @@ def test_a_rank_without_a_dump_has_no_blank_bar(case: str, rank: int) -> None:
 
 def test_an_unknown_rank_is_not_in_the_culprits_colour() -> None:
     rows = list(group_rows(load_incident(str(INCIDENTS / "size")), 120))
-    assert ("rank 1 differs at #7", Role.BAD) in rows[1].spans
+    assert ("! rank 1 differs at #7", Role.BAD) in rows[1].spans
     assert ("rank 0 unknown", Role.WARN) in rows[1].spans
 
 
@@ -217,3 +220,40 @@ def test_logs_of_another_time_zone_are_set_to_the_recorders() -> None:
     assert logs_ahead_s(there) == EAST_S
     assert last_sign_ns(there) == pytest.approx(last_sign_ns(run), abs=1000)
     assert last_sign_ns(run) / 1e9 == pytest.approx(1_795_226_860.347)
+
+
+def test_the_ranks_at_fault_come_first_among_the_outliers() -> None:
+    """A narrow column cuts what comes last."""
+    for case, first in (
+        ("skip", "! rank 2 differs at #7"),
+        ("chain", "! rank 1 behind by 1"),
+        ("sigstop", "! rank 1 unknown"),
+    ):
+        found = load_incident(str(INCIDENTS / case))
+        marked = [line for line in group_rows(found, 100) if "!" in line.text]
+        assert len(marked) == 1
+        outliers = [text for text, role in marked[0].spans if role == Role.BAD]
+        assert outliers[0].startswith(first), (case, outliers)
+
+
+def test_two_frozen_ranks_are_both_at_fault_and_wait_for_nothing() -> None:
+    found = load_incident(str(INCIDENTS / "dataloader"))
+    held = {rank: replace(found.run.ranks[rank], process_state="T (stopped)", stacks=()) for rank in (1, 3)}
+
+    both = diagnosed(replace(found.run, ranks={**found.run.ranks, **held}))
+    assert both.top.culprits == (1, 3)
+    assert both.states[1].kind == both.states[3].kind == RankState.FROZEN
+    lines = [line.text.strip() for line in wait_rows(both, 100)]
+    assert sum(line.startswith("z rank") for line in lines) == 2
+    assert not any(line.startswith("z rank") and "waits in" in line for line in lines)
+
+
+def test_late_and_done_differ_without_colours() -> None:
+    assert len({to_ascii(BARS[code].char) for code in (DONE, LATE, ENDED, PENDING, FAILED)}) >= 4
+    assert to_ascii(BARS[LATE].char) != to_ascii(BARS[DONE].char)
+
+
+def test_the_axis_of_a_short_window_has_different_times() -> None:
+    for length in (1_000, 40_000, 9_000_000):
+        labels = axis(Window(start=0, end=length), 80).split("+")[1:]
+        assert len(set(labels)) == len(labels) > 2, labels

@@ -31,7 +31,7 @@ from titan_ckpt.tui.pictures.braille import BRAILLE, dots
 from titan_ckpt.tui.pictures.curves import smoothed
 from titan_ckpt.tui.pictures.graph import graph_rows
 from titan_ckpt.tui.pictures.mesh import mesh_rows
-from titan_ckpt.tui.screens.checkpoint_rows import run_state
+from titan_ckpt.tui.pictures.run_list import run_state
 from titan_ckpt.tui.screens.incidents import IncidentsScreen
 from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.terminal import lightness

@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
 from titan_ckpt.debug.incident.records import Flag
+from titan_ckpt.debug.live.processes import GONE, find_processes
 from titan_ckpt.debug.read.archives.unpack import is_archive, unpacked_archives
 from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders
 from titan_ckpt.errors import NotFoundError, StoreError
@@ -20,6 +22,7 @@ from titan_ckpt.tui.data.run_folders import DEPTH, METRICS_PATHS, holds_runs
 from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT
 
 LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+_SIDECAR = ".sidecar.json"
 _EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 
 
@@ -90,6 +93,16 @@ def opened(url: str) -> Iterator[Content]:
         except NotFoundError as error:
             raise StoreError(f"{redact(url)}: {flags[0].text}" if flags else f"{redact(url)}: {error}") from error
         yield content
+
+
+def left_no_process(content: Content) -> bool:
+    """Whether all ranks ran on this machine, and none has a process here any more."""
+    sidecars = [PurePosixPath(path) for path, _, _ in content.evidence if path.endswith(_SIDECAR)]
+    if not sidecars or scheme(content.url) != "file":
+        return False
+    folders = {Path(local_path(content.url)) / path.parent for path in sidecars}
+    found = [process for folder in folders for process in find_processes(folder)]
+    return len(found) == len(sidecars) and all(process.state == GONE for process in found)
 
 
 def _content(store: Store, url: str, incident: str | None) -> Content:

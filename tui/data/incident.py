@@ -82,10 +82,11 @@ class Incident:
     began_ns: int = 0
     last_sign_ns: int = 0
 
-    @property
+    @cached_property
     def top(self) -> Verdict:
-        """The most likely verdict."""
-        return self.verdicts[0]
+        """The most likely verdict; one that a second look has to confirm names nobody."""
+        top = self.verdicts[0]
+        return replace(top, culprits=(), suspects=()) if self.is_unconfirmed else top
 
     @property
     def awaits_confirmation(self) -> bool:
@@ -96,6 +97,11 @@ class Incident:
     def is_slow(self) -> bool:
         """Whether the verdict is that the job went on, held up again and again: nothing hung."""
         return self.top.verdict == VerdictKind.STRAGGLER
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the verdict is that the job goes on: what a rank has not issued it will."""
+        return self.top.verdict == VerdictKind.RUNNING
 
     @cached_property
     def is_over(self) -> bool:
@@ -279,10 +285,8 @@ class Incident:
 
     def confirmed_by(self, former: Incident | None) -> Incident:
         """This look at a live job, after an earlier one: its verdict holds if both name the same fault and ranks."""
-        is_same = former is not None and (former.top.verdict, former.top.culprits) == (
-            self.top.verdict,
-            self.top.culprits,
-        )
+        now, before = self.verdicts[0], None if former is None else former.verdicts[0]
+        is_same = before is not None and (before.verdict, before.culprits) == (now.verdict, now.culprits)
         return replace(self, is_unconfirmed=not is_same)
 
 
@@ -302,13 +306,12 @@ def diagnosed(run: Run) -> Incident:
     found, p2p = lanes(run), p2p_lanes(run)
     verdicts = tuple(diagnose(run))
     edges = tuple(told_waits(run, wait_edges(run, found, states), verdicts[0]))
-    blamed = verdicts[0].culprits or verdicts[0].suspects
     return Incident(
         run=with_coordinates(run),
         verdicts=verdicts,
         lanes=(*(with_odd_splits(run, with_odd_marked(run, lane, verdicts[0]), verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
-        states=_as_ended(run, seen_situations(run, states, blamed, {edge.waiter for edge in edges})),
+        states=_as_ended(run, seen_situations(run, states, verdicts[0], {edge.waiter for edge in edges})),
         edges=edges,
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),

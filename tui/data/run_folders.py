@@ -17,7 +17,7 @@ from titan_ckpt.location import join
 from titan_ckpt.parsing.json_values import parse_json_line
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.runs import AT_ONCE, CONFIG_PATH
+from titan_ckpt.tui.data.runs import AT_ONCE, CONFIG_PATH, NO_RESUME
 from titan_ckpt.upkeep.deletion import check_whole
 
 METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
@@ -151,8 +151,9 @@ def read_last_record(run: Store) -> LastRecord:
 
 
 def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, str]:
-    """The newest step that is committed and whole; and what is wrong with the newest damaged one, or why no step is whole."""
-    damage = unfinished = ""
+    """The newest step that is committed and whole; and what is wrong with the newer ones: the text of the newest damaged one."""
+    damage: list[str] = []
+    unfinished = ""
     for step in steps:
         try:
             listed = CheckpointInfo(step=step, state=CheckpointState.COMMITTED, commit=read_commit(run, step))
@@ -160,9 +161,15 @@ def _newest(run: Store, steps: Sequence[int]) -> tuple[CheckpointInfo | None, st
         except NotCommittedError as error:
             unfinished = unfinished or str(error)
         except CheckpointError as error:
-            damage = damage or str(error)
+            damage.append(str(error))
         else:
             if found.state == CheckpointState.COMMITTED:
-                return found, damage
-            damage = damage or found.problem
-    return None, damage or unfinished
+                return found, _first_of(damage)
+            damage.append(found.problem)
+    reason = _first_of(damage) or unfinished
+    return None, f"{reason}; {NO_RESUME}" if reason else ""
+
+
+def _first_of(damage: Sequence[str]) -> str:
+    more = len(damage) - 1
+    return f"{damage[0]} (and {more} more damaged step{'s' * (more > 1)})" if more > 0 else "".join(damage)

@@ -20,6 +20,7 @@ from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.upkeep.deletion import check_whole
 
+NO_RESUME = "no step can be resumed from"
 CONFIG_PATH = f"{LOGS}/config.json"
 SINGLE_CHECKPOINT = (METADATA, "model.safetensors.index.json", "model.safetensors")
 AT_ONCE = 8
@@ -150,6 +151,12 @@ class RunSteps:
     def num_damaged(self) -> int:
         """How many steps have no copy that is not damaged."""
         return sum(step.best.state == StepState.DAMAGED for step in self.steps)
+
+    @property
+    def has_none_to_resume(self) -> bool:
+        """Whether steps are damaged and no other is committed."""
+        states = {step.best.state for step in self.steps}
+        return StepState.DAMAGED in states and states <= {StepState.DAMAGED, StepState.PARTIAL}
 
     def counts(self, joint: str) -> str:
         """Number of steps by state, such as `3 committed`; empty without steps."""

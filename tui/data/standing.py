@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from signal import Signals
 
@@ -14,6 +14,7 @@ from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, AlarmKind, alarms
 from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident, has_ended
+from titan_ckpt.tui.data.runs import NO_RESUME, RunSteps
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S, _RECENT_S = 30.0, 3600.0
@@ -31,12 +32,11 @@ class Standing:
     role: Role
     facts: tuple[str, ...]
 
-    def beside(self, num_damaged: int) -> Standing:
-        """The same job over a run that has damaged steps: never a calm colour."""
-        if not num_damaged:
-            return self
-        role = Role.WARN if self.role == Role.GOOD else self.role
-        return replace(self, role=role, facts=(*self.facts, counted(num_damaged, "damaged step")))
+    def beside(self, steps: RunSteps | None) -> Standing:
+        """The same job over a run that may have damaged steps: then never a calm colour."""
+        damage = damage_facts(steps)
+        role = Role.WARN if self.role == Role.GOOD and damage else self.role
+        return replace(self, role=role, facts=(*self.facts, *damage))
 
     def text(self, width: int) -> str:
         """As many facts as fit: the first two, how sure it is, then the others; what comes after the confidence only if that
@@ -56,6 +56,13 @@ class Standing:
             for i in [i for i in some if i in kept]:
                 kept[i] = next(form for form in _forms(self.facts[i]) if len(line({i: form})) <= width)
         return truncate(line({}), width)
+
+
+def damage_facts(steps: RunSteps | None) -> tuple[str, ...]:
+    """What one who resumes has to know of damaged steps; () without any."""
+    if steps is None or not steps.num_damaged:
+        return ()
+    return counted(steps.num_damaged, "damaged step"), *((NO_RESUME,) if steps.has_none_to_resume else ())
 
 
 def _forms(fact: str) -> tuple[str, ...]:
@@ -100,10 +107,25 @@ def may_go_on(incident: Incident, now_s: float) -> bool:
     return not is_over and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
 
 
+def newest_of(live: Sequence[Heartbeat]) -> Heartbeat:
+    """The heartbeat of the rank that is furthest."""
+    return max(live, key=lambda beat: (beat.step, beat.phase_ns))
+
+
+def step_text(incident: Incident, newest: Heartbeat) -> str:
+    """`step 12`: of the newest heartbeat, else of the logs: not every program tells its recorder; "" if unknown."""
+    logged = (record.log.last_step for record in incident.run.ranks.values() if record.log is not None)
+    step = newest.step if newest.step >= 0 else max((each for each in logged if each is not None), default=-1)
+    return f"step {step}" if step >= 0 else ""
+
+
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
     gone = tuple(rank for rank, record in incident.run.ranks.items() if record.is_gone and record.exit is None)
-    ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=f"the process of {rank_list(gone)} is gone")] if gone else []
+    which = (
+        f"the process{' of' if len(gone) == 1 else 'es of'} {rank_list(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+    )
+    ended = [Alarm(kind=AlarmKind.GONE, ranks=gone, text=which)] if gone else []
     stopped = _stopped_ranks(incident)
     others = {rank: beat for rank, beat in heartbeats(incident).items() if rank not in stopped}
     if stopped:
@@ -117,8 +139,8 @@ def standing(incident: Incident, now_s: float) -> Standing:
     """The state of the job. An unconfirmed verdict on a live job names nobody."""
     live, top = ticking(incident, now_s), incident.top
     if live and (incident.is_unconfirmed or top.verdict in NO_FAULT):
-        newest = max(live, key=lambda beat: (beat.step, beat.phase_ns))
-        facts = (f"step {newest.step}", f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive")
+        alive = f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive"
+        facts = tuple(fact for fact in (step_text(incident, newest_of(live)), alive) if fact)
         found = alarms_now(incident, now_s)
         if found:
             return Standing(word=found[0].kind, role=Role.BAD, facts=(ranks_named(found[0].ranks, 3), *facts))
@@ -210,6 +232,13 @@ def fault_line(incident: Incident, rank: int) -> tuple[str, int] | None:
     top = incident.top
     said = ((item.file, item.line) for item in top.evidence if item.rank == rank and item.file)
     return (top.file, top.line) if top.file else next(said, None)
+
+
+def fault_elsewhere(incident: Incident, rank: int) -> tuple[str, int] | None:
+    """The line of the fault, if it is not where its rank was found: that went on after a wrong call."""
+    found, state = fault_line(incident, rank), incident.states.get(rank)
+    is_there = state is not None and state.frame is not None and (state.frame.file, state.frame.line) == found
+    return None if is_there else found
 
 
 def confidence_word(confidence: float) -> str:

@@ -38,7 +38,7 @@ BARS: Mapping[int, Glyph] = {
     BLANK: Glyph(char=" ", role=Role.DIM, label="in no operation"),
     DONE: Glyph(char="━", role=Role.GOOD, label="done"),
     ENDED: Glyph(char="╌", role=Role.DIM, label=GLYPHS[ENDED].label),
-    LATE: Glyph(char="━", role=Role.NOTE, label="late"),
+    LATE: Glyph(char="═", role=Role.NOTE, label="late"),
     SILENT: Glyph(char="?", role=Role.WARN, label="unknown"),
     PENDING: Glyph(char="░", role=Role.WARN, label="waits"),
     RUNNING: Glyph(char="░", role=Role.WARN, label="waits, started"),

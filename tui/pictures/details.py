@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.records import SEND, Frame, Operation, RankRecord
 from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident
 from titan_ckpt.tui.data.log_index import LogIndex
-from titan_ckpt.tui.data.standing import exit_text, fault_line, process_text
+from titan_ckpt.tui.data.standing import exit_text, fault_elsewhere, process_text
 from titan_ckpt.tui.pictures.stacks import stack_of
 from titan_ckpt.tui.rows import (
     CULPRIT,
@@ -62,7 +62,7 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     yield row(*title, link=link)
     yield from fact("mesh", where, width)
     yield from fact("process", process_text(incident, rank), width)
-    if is_culprit and (found := _fault_at(incident, rank)) is not None:
+    if is_culprit and (found := fault_elsewhere(incident, rank)) is not None:
         place = place_text(f"{found[0]}:{found[1]}", max(width - _NAME, 12))
         yield from fact("fault at", place, width, Role.BAD, at=found)
     detail = f" ({state.detail})" if state.detail else ""
@@ -74,13 +74,6 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     if state.frame is not None:
         yield from fact("line", _line_text(state.frame, width), width, link=link, at=_at(state.frame))
     yield from _stack_rows(incident, rank, width)
-
-
-def _fault_at(incident: Incident, rank: int) -> tuple[str, int] | None:
-    """The line of the fault, if it is not where its rank was found: that went on after a wrong call."""
-    found, state = fault_line(incident, rank), incident.states.get(rank)
-    is_there = state is not None and state.frame is not None and (state.frame.file, state.frame.line) == found
-    return None if is_there else found
 
 
 def _line_text(frame: Frame, width: int) -> str:
@@ -118,8 +111,8 @@ def _wait_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
         name = "waited for" if incident.is_past((rank,)) else "waits for"
         yield from fact(name, ranks_named(awaited, 4), width, Role.PLAIN, RowLink(screen=6, rank=awaited[0]))
     if waiting:
-        name = "held up" if incident.is_past(waiting) else "holds up"
-        role: Role = Role.PLAIN if incident.is_slow else Role.WARN
+        name = "awaited by" if incident.is_running else "held up" if incident.is_past(waiting) else "holds up"
+        role: Role = Role.PLAIN if incident.is_slow or incident.is_running else Role.WARN
         yield from fact(name, ranks_named(waiting, 4), width, role, RowLink(screen=6, rank=waiting[0]))
 
 

@@ -27,6 +27,7 @@ from titan_ckpt.tui.data.timeline import (
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
 
 _FEW_RANKS = 24
+_SHORT_NS = 10_000_000
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
 _STOP = "╎"
 _HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
@@ -178,11 +179,16 @@ def axis(window: Window, cells: int) -> str:
     text = "0"
     for part in range(1, 5):
         cell = cells * part // 4
-        name = f"+{format_duration(window.length * part / 4 / 1e9)}"
+        name = f"+{_span_text(window.length * part // 4)}"
         start = cell - len(name) if part == 4 else cell
         if start > len(text) + 1:
             text = f"{text:<{start}}{name}"
     return text
+
+
+def _span_text(length_ns: int) -> str:
+    """A duration that differs from that of other parts of a short window."""
+    return f"{length_ns / 1000:,g} us" if length_ns < _SHORT_NS else format_duration(length_ns / 1e9)
 
 
 def step_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,21 +24,18 @@ from titan_ckpt.resharding.reshard import DEFAULT_MEMORY, plan_reshard
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.run_folders import LastRecord, Runs, is_silent
-from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState, time_of
-from titan_ckpt.tui.pictures.braille import number
+from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState
+from titan_ckpt.tui.pictures.run_list import since
 from titan_ckpt.tui.pictures.saves import size_text
 from titan_ckpt.tui.rows import (
     Role,
     Row,
     RowLink,
     counted,
-    fitted,
     head,
     ranks_named,
     ranks_text,
     row,
-    truncate,
     wrapped,
 )
 from titan_ckpt.upkeep.deletion import check_whole, read_pins
@@ -54,59 +50,9 @@ ROLES: Mapping[StepState, Role] = {
     StepState.NEWER: Role.BAD,
     StepState.UNREADABLE: Role.BAD,
 }
-_CLOCKS_S = 60.0
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
 SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
-
-
-def run_rows(listed: Runs, now_s: float, width: int) -> Iterator[Row]:
-    """A line per run, the one with the newest checkpoint first; then which folders were not looked at."""
-    runs, unseen = listed.found, listed.unseen
-    longest = min(max((len(run.name) for run in runs), default=0), max(width - 62, 12))
-    yield head(
-        f"{'run':<{longest}}  {'state':<9}  {'step':>7}  {'loss':>8}  {'whole':>7}  {'size':>9}  {'age':>10}  mesh"
-    )
-    for run in runs:
-        link, last = RowLink(screen=7, name=run.url), run.last
-        commit = run.newest.commit if run.newest is not None else None
-        whole = f"{commit.step:>7}  {format_size(commit.size_bytes):>9}  " if commit else f"{'none':>7}  {'':>9}  "
-        age = _since(time_of(commit.created) if commit else last.time_s, now_s)
-        word, role = run_state(last, now_s)
-        yield row(fitted(run.name, longest), (f"  {word:<9}  ", role),
-                  f"{_number(last.step):>7}  {_number(last.loss):>8}  ",
-                  (whole, Role.PLAIN if commit else Role.WARN), f"{age:>10}  {commit.mesh or '1' if commit else ''}",
-                  link=link, is_problem=bool(run.problem or run.verdict))  # fmt: skip
-        for text in filter(None, (run.verdict, run.problem)):
-            yield from (row("    ", (line, Role.BAD), link=link) for line in wrapped(text, width - 4))
-    if not runs:
-        yield row("no runs here")
-    if unseen:
-        what = counted(len(unseen), "deeper folder")
-        for line in wrapped(
-            f"{what} not looked at, such as {unseen[0]}; `titan-ckpt tui FOLDER` lists its runs", width
-        ):
-            yield row((line, Role.DIM))
-
-
-def run_state(last: LastRecord, now_s: float) -> tuple[str, Role]:
-    """Whether a run goes on, by its last record: `running`, `silent` for minutes, how it ended, "" if nothing is known."""
-    if last.reason:
-        return truncate(last.reason, 9), Role.DIM
-    if math.isnan(last.time_s):
-        return "", Role.DIM
-    return ("silent", Role.WARN) if is_silent(last, now_s) else ("running", Role.GOOD)
-
-
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else number(value)
-
-
-def _since(time_s: float | None, now_s: float) -> str:
-    """An age; "" if the time is not known, or is yet to come by more than clocks differ."""
-    if time_s is None or math.isnan(time_s) or time_s - now_s > _CLOCKS_S:
-        return ""
-    return format_duration(max(0.0, now_s - time_s))
 
 
 def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
@@ -128,7 +74,7 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     commit = best.info.commit if best.info is not None else None
     tier = f"{step.tiers:<8}" if has_tiers else ""
     kind = commit.kind if commit is not None else best.state if best.info is None else ""
-    facts = f"{tier}{kind:<8} {size_text(best):>9}  {_since(best.written_s, now_s):>12}"
+    facts = f"{tier}{kind:<8} {size_text(best):>9}  {since(best.written_s, now_s):>12}"
     facts += f"  {commit.mesh or '1'}" if commit is not None else ""
     is_problem = any(copy.state in UNUSABLE for copy in step.copies)
     yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,

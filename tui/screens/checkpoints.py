@@ -13,6 +13,7 @@ from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import DamagedError, TitanError
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.runs import CopyKey, StepCopy, StepState, TierName
+from titan_ckpt.tui.pictures.run_list import run_rows
 from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
@@ -23,7 +24,6 @@ from titan_ckpt.tui.screens.checkpoint_rows import (
     parse_keep,
     prune_rows,
     reshard_rows,
-    run_rows,
     saving_rows,
     step_rows,
     tensor_diff_rows,
@@ -35,6 +35,7 @@ from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
+_AGES_S = 10.0  # after which the ages of steps and runs are painted anew
 _ABSENT = "Checkpoints are in the folder of a run (save.url), as step-00001200/ and so on."
 T = TypeVar("T")
 ShowProgress = Callable[[str], None]
@@ -72,6 +73,9 @@ class CheckpointsPane(Pane):
         )  # a step, and the cursor on it
         self._contents: dict[int, Checkpoint | str] = {}  # of steps the cursor was on, or why one cannot be read
         self._is_looking = False
+
+    def on_mount(self) -> None:
+        self.set_interval(_AGES_S, self.update_rows)
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
         has_steps = self.session.checkpoints.value is not None and bool(self.session.checkpoints.value.steps)
@@ -128,7 +132,8 @@ class CheckpointsPane(Pane):
     def state(self) -> tuple[object, ...]:
         parts = (self.session.checkpoints, self.session.runs)
         versions = tuple((part.version, part.text) for part in parts)
-        return (*versions, self._shown, self._pinned_step, self.session.incident.version)
+        age = int(self.session.clock() / _AGES_S)
+        return (*versions, age, self._shown, self._pinned_step, self.session.incident.version)
 
     def title(self) -> str:
         where = truncate_start(display_url(self.session.content.url), _PATH_WIDTH)

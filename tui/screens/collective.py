@@ -16,7 +16,20 @@ from titan_ckpt.debug.incident.records import Frame, Operation
 from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.pictures.details import rank_rows, signature_text
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, TextSpan, head, piece, place_text, row
+from titan_ckpt.tui.rows import (
+    CULPRIT,
+    Glyph,
+    Role,
+    Row,
+    RowLink,
+    RowList,
+    Rows,
+    TextSpan,
+    head,
+    piece,
+    place_text,
+    row,
+)
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
@@ -24,6 +37,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 _WITH_LAG, _STATE = 50, 9
+_NOT_YET = Glyph(char=" ", role=Role.DIM, label="not yet")
 
 
 class CollectivePane(Pane):
@@ -185,7 +199,7 @@ class CollectiveRows:
             places = incident.left_out(lane)
             is_absent[[place for place, at in places.items() if at == column]] = True
         self._is_absent, self._is_mixed = is_absent, bool(self._is_other.any())
-        self._problems = np.flatnonzero(self._is_other | is_absent) + 1
+        self._problems = np.flatnonzero(self._is_other | (is_absent & (not incident.is_running))) + 1
         tables = (
             (incident.run.ranks[rank].operations, int(at)) for rank, at in zip(lane.members, self._at, strict=True)
         )
@@ -255,10 +269,10 @@ class CollectiveRows:
                    is_problem=is_other, at=_at(frame))  # fmt: skip
 
     def _absent_row(self, rank: int, mark: TextSpan, width: int) -> Row:
-        """A rank that has not issued the operation: of a job that goes on it is late, not absent."""
+        """A rank that has not issued the operation: of a slow job it is late, of one that goes on it will, else it is absent."""
         state = self._incident.states.get(rank)
         frame = state.frame if state is not None else None
-        glyph = GLYPHS[LATE if self._incident.is_slow else ABSENT]
+        glyph = _NOT_YET if self._incident.is_running else GLYPHS[LATE if self._incident.is_slow else ABSENT]
         wait, does = self._incident.wait_of.get(rank), self._incident.doing(rank)
         if wait is not None and state is not None and state.kind == RankState.IN_COLLECTIVE and not wait.operation.p2p:
             number = f" #{wait.operation.seq}" if wait.operation.seq >= 0 else ""
@@ -268,7 +282,7 @@ class CollectiveRows:
         line = _place(frame, width - 8 - self._state_width - len(start))
         label = f"{glyph.label:<{self._state_width}}"
         return row((f"{mark[0]}{rank:>5}  ", mark[1]), (label, glyph.role), start, (line, Role.DIM),
-                   link=RowLink(screen=6, rank=rank), is_problem=True, at=_at(frame))  # fmt: skip
+                   link=RowLink(screen=6, rank=rank), is_problem=glyph is not _NOT_YET, at=_at(frame))  # fmt: skip
 
     def _lag(self, text: str, width: int) -> str:
         """The column of lags, for which a narrow terminal has room only where they are the fault."""

@@ -303,14 +303,17 @@ class GridPane(Pane):
         self.update_rows()
 
     def _move_window(self, change: Callable[[Window, int], Window]) -> None:
-        """Show another stretch of time: about the selected column, else about the right end."""
+        """Show another stretch of time: about the chosen column, else where the last rank began to wait, else the last entry."""
         incident, grid = self.session.incident.value, self._grid
         if incident is None or grid is None:
             return
         lane = incident.lanes[self.session.lane]
         whole = whole_window(incident.run, lane, incident.clock_offsets(lane))
         if whole is not None:
-            share, window = 0.8 if self._spot is None else self._spot / grid.codes.shape[1], self._window or whole
+            spot, columns, window = self._spot, grid.codes.shape[1], self._window or whole
+            last = int(np.flatnonzero(grid.codes.any(axis=0)).max(initial=0))
+            spot = spot if spot is not None else grid.stop if 0 <= grid.stop < columns else last
+            share = spot / columns
             self._window = change(window, window.start + int(window.length * share)).within(whole)
             self._spot = None
             self.update_rows()

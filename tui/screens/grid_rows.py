@@ -51,6 +51,8 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
             grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
         if incident.is_slow:
             grid.codes[grid.codes == ABSENT] = ENDED if incident.is_over else LATE
+        elif incident.is_running:
+            grid.codes[grid.codes == ABSENT] = BLANK
     else:
         missing, different = incident.left_out(lane), different_halves(incident.run, lane, incident.top)
         grid = build_p2p_grid(incident.run, lane, missing, different)

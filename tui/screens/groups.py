@@ -102,12 +102,12 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = [] if incident.is_over else outliers(lane, newest, incident.top.culprits)
-        odd += [] if incident.is_over or incident.is_slow else _at_fault(incident, lane, odd)
+        odd = [] if incident.is_over else _culprits_first(incident, lane, outliers(lane, newest, incident))
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>7}  "
         yield row(*_beginning(name, ranks_text(lane.members, 4), columns), done,
-                  *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group), is_problem=bool(odd))  # fmt: skip
+                  *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group),
+                  is_problem=bool(odd) and not incident.is_running)  # fmt: skip
     if collective_lanes(incident):
         seen = [incident.name_of(lane) for lane in collective_lanes(incident)
                 if not incident.run.groups[lane.group].members]  # fmt: skip
@@ -137,29 +137,34 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
         missing.append(lane.members[place])
         odd.append((f"{ranks_named(missing[-1:])} differs at {ordinal(lane.first_seq + column)}", Role.BAD))
     waiting = [rank for rank in waiting if rank not in missing]
-    odd += [("; ", Role.DIM)] * bool(missing and waiting)
-    of_waiting = ranks_text if missing else ranks_named
     role: Role = Role.PLAIN if missing else Role.WARN
-    odd += [(f"{of_waiting(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
+    odd += [(f"{ranks_named(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
+    odd = [] if incident.is_over else _culprits_first(incident, lane, odd)
     return row(*_beginning(name, ranks_text(lane.members, 4), columns), gap,
                *(odd or [("none", Role.DIM)]),
-               link=RowLink(screen=2, group=incident.name_of(lane)), is_problem=bool(missing))  # fmt: skip
+               link=RowLink(screen=2, group=incident.name_of(lane)),
+               is_problem=any(role == Role.BAD for _, role in odd))  # fmt: skip
 
 
-def _at_fault(incident: Incident, lane: Lane, odd: Sequence[TextSpan]) -> list[TextSpan]:
-    """The ranks at fault among the members, where no outlier names them: one that is stuck has issued what all have."""
-    culprits = [rank for rank in incident.top.culprits if rank in lane.members]
-    if not culprits or any(role == Role.BAD for _, role in odd):
-        return []
-    return [*[("; ", Role.DIM)] * bool(odd), (f"{CULPRIT} {ranks_named(culprits, 4)} at fault", Role.BAD)]
+def _culprits_first(incident: Incident, lane: Lane, odd: Sequence[TextSpan]) -> list[TextSpan]:
+    """The outliers of a group with those at fault marked, in front: an outlier that is them, else one more."""
+    culprits = [rank for rank in incident.top.culprits if rank in lane.members and not incident.is_slow]
+    parts = list(odd)
+    if culprits:
+        name = ranks_named(culprits, 4)
+        own = next((part for part in parts if part[0].startswith(f"{name} ")), (f"{name} at fault", Role.BAD))
+        parts = [(f"{CULPRIT} {own[0]}", Role.BAD), *(part for part in parts if part != own)]
+    return [span for part in parts for span in (("; ", Role.DIM), part)][1:]
 
 
-def outliers(lane: Lane, newest: int, culprits: Sequence[int]) -> list[TextSpan]:
+def outliers(lane: Lane, newest: int, incident: Incident) -> list[TextSpan]:
     """Ranks that are behind, ranks that issued another operation than most, and ranks of which nothing is known. Only those at
-    fault have the colour of a fault; all of them where nobody is known to be."""
+    fault have the colour of a fault; all of them where nobody is known to be, unless the job goes on."""
+    culprits = incident.top.culprits
 
     def role_of(ranks: Sequence[int]) -> Role:
-        return Role.BAD if not culprits or set(ranks) & set(culprits) else Role.PLAIN
+        is_fault = bool(set(ranks) & set(culprits)) if culprits else not incident.is_running
+        return Role.BAD if is_fault else Role.PLAIN
 
     named = partial(ranks_named, limit=4)
     last = {rank: max(int(last), lane.first_seq - 1) for rank, last in zip(lane.members, lane.last, strict=True)}
@@ -177,7 +182,7 @@ def outliers(lane: Lane, newest: int, culprits: Sequence[int]) -> list[TextSpan]
         parts.append((f"{named(differing)} differ{'s' * (len(other) == 1)} at #{seq}", role_of(differing)))
     if silent:
         parts.append((f"{named(silent)} unknown", GLYPHS[SILENT].role))
-    return [span for part in parts for span in (("; ", Role.DIM), part)][1:]
+    return parts
 
 
 def first_mixed(signature: Ints) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import ClassVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 _ABSENT = "Logs are files such as logs/rank_00003.log, plain or compressed (.gz, .zst). `titan-ckpt train` writes them."
-_QUARTER_MS = 900_000
+_QUARTER_MS, _MINUTE_MS = 900_000, 60_000
 
 
 class LogsPane(Pane):
@@ -261,6 +262,7 @@ class LogsPane(Pane):
         else:
             self._story = self.session.story  # a screen that is shown for the first time starts there
             self.body.move_to(rows.index.place_of_time(wanted, rows.view), is_centred=True)
+            self.post_message(self.ShowStatus(beyond(wanted, rows.line(0).time_ms, rows.line(len(rows) - 1).time_ms)))
 
     def chosen(self, chosen: Row) -> None:
         """Open the collective that the line's rank had issued last at that time."""
@@ -289,6 +291,21 @@ class LogsPane(Pane):
         place = rows.place_of(rows.index.line_at(link.source, max(link.line, 1)))
         if place is not None:
             self.body.move_to(place, is_centred=True)
+
+
+def beyond(wanted_ms: int, first_ms: int, last_ms: int) -> str:
+    """That a time is before the first of the lines, by more than its minute, or after the last; else "".
+
+    >>> beyond(61_000, 0, 60_000), beyond(60_000, 90_000, 95_000)
+    ('the lines end at 1970-01-01 00:01:00', '')
+    """
+    if wanted_ms > last_ms:
+        return f"the lines end at {_moment(last_ms)}"
+    return f"the lines begin at {_moment(first_ms)}" if wanted_ms < first_ms // _MINUTE_MS * _MINUTE_MS else ""
+
+
+def _moment(time_ms: int) -> str:
+    return f"{datetime.fromtimestamp(time_ms // 1000, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def operation_at(run: Run, rank: int, time_ms: int) -> tuple[str, int] | None:

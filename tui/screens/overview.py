@@ -12,8 +12,8 @@ from titan_ckpt.debug.incident.records import Evidence, Run
 from titan_ckpt.debug.report.facts import commands, ended, stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
-from titan_ckpt.tui.data.runs import UNUSABLE
-from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, ticking
+from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE
+from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, step_text, ticking
 from titan_ckpt.tui.pictures.details import link_rows
 from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
@@ -123,6 +123,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         return
     if incident is None:
         yield from Pane.absent_rows(session.incident, NO_INCIDENT, width)
+        yield from _checkpoint_rows(session, width)
         yield row()
         yield from _data_rows(session, width)
         return
@@ -133,7 +134,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
     is_quiet = bool(live) and is_calm
     if not is_quiet:
         yield from _verdict_rows(incident, session.clock(), width)
-    yield from _checkpoint_rows(session)
+    yield from _checkpoint_rows(session, width)
     yield row()
     if has_ranks:
         yield from _strip_rows(incident, width)
@@ -166,14 +167,15 @@ def live_rows(incident: Incident, now_s: float, width: int, *, is_following: boo
     live = ticking(incident, now_s)
     if not live:
         return
-    newest = max(live, key=lambda beat: (beat.step, beat.phase_ns))
+    newest = newest_of(live)
     phase = f" ({newest.phase})" if newest.phase else ""
     count = f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive"
+    where = f"{step_text(incident, newest)}{phase}".strip()
     found = alarms_now(incident, now_s)
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     word, role = ("RUNNING", Role.GOOD) if is_calm and not found else ("STUCK" if not is_calm else "ALIVE", Role.BAD)
     word, role = ("SLOW", Role.WARN) if incident.is_slow and not found else (word, role)
-    yield row((word, role), f"   step {newest.step}{phase} · {count}", link=RowLink(screen=8))
+    yield row((word, role), f"   {where} · {count}" if where else f"   {count}", link=RowLink(screen=8))
     for alarm in found:
         for i, line in enumerate(wrapped(f"{alarm.kind}: {alarm.text}", width, "  ")):
             yield row((line, Role.BAD), link=RowLink(screen=6, rank=alarm.ranks[0]), is_problem=i == 0)
@@ -214,17 +216,16 @@ def _line_of(incident: Incident) -> tuple[str, int] | None:
     return (state.frame.file, state.frame.line) if state is not None and state.frame is not None else None
 
 
-def _checkpoint_rows(session: Session) -> Iterator[Row]:
+def _checkpoint_rows(session: Session, width: int) -> Iterator[Row]:
     """A warning about damaged checkpoints, since the verdict is on the ranks alone."""
     found = session.checkpoints.value
-    damaged = (
-        [step.step for step in found.steps if any(copy.state in UNUSABLE for copy in step.copies)] if found else []
-    )
-    if damaged:
-        which = f"step {damaged[0]} is" if len(damaged) == 1 else f"{len(damaged)} steps are"
-        steps = f": {ranks_text(damaged, 4)}" if len(damaged) > 1 else ""
-        yield row(("CHECKPOINTS", Role.BAD), f"   {which} not usable{steps}",
-                  link=RowLink(screen=7, step=damaged[0]), is_problem=True)  # fmt: skip
+    steps = found.steps if found is not None else ()
+    damaged = [step.step for step in steps if any(copy.state in UNUSABLE for copy in step.copies)]
+    if found is not None and damaged:
+        text = f"{counted(len(damaged), 'step')} not usable: {ranks_text(damaged, 4)}"
+        text += f"; {NO_RESUME}" if found.has_none_to_resume else ""
+        for line in wrapped(f"CHECKPOINTS   {text}", width, "  "):
+            yield row((line, Role.BAD), link=RowLink(screen=7, step=damaged[0]), is_problem=True)
 
 
 def _strip_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -10,7 +10,8 @@ from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.debug.incident.waits import Wait
 from titan_ckpt.tui.data.grid import ENDED, ENDED_TEXT, GLYPHS
-from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident, frame_text
+from titan_ckpt.tui.data.standing import fault_elsewhere
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
 from titan_ckpt.tui.rows import (
@@ -98,13 +99,19 @@ def _rest_rows(incident: Incident, rest: list[int], width: int) -> Iterator[Row]
     """Ranks in no wait for another one: those that wait all the same, then the others."""
     if not rest:
         return
-    alone = incident.wait_of
+    alone = {rank: wait for rank, wait in incident.wait_of.items() if incident.states[rank].kind not in HALTED}
     has_ended = incident.top.verdict == VerdictKind.HEALTHY
     for is_waiting, title in ((True, "waiting, for whom is not known"), (False, "in no observed wait")):
-        ranks = [r for r in rest if (r in alone or incident.states[r].kind.is_waiting) == is_waiting]
+        ranks = [r for r in rest if _waits_alone(incident, r) == is_waiting]
         if ranks:
             yield head("as last seen" if has_ended else title)
         yield from _alike_rows(incident, ranks, alone, width)
+
+
+def _waits_alone(incident: Incident, rank: int) -> bool:
+    """Whether a rank waits, as far as is known for nobody. One that is frozen or dead waits for nothing."""
+    kind = incident.states[rank].kind
+    return kind not in HALTED and (rank in incident.wait_of or kind.is_waiting)
 
 
 def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait], width: int) -> Iterator[Row]:
@@ -256,13 +263,25 @@ def _rank_row(
     wait = pending if pending is not None else incident.wait_of.get(rank)
     frame = state.frame if pending is None else None
     frame = frame if frame is not None or wait is None else _frame_of(wait)
-    mark = "" if not is_culprit else f"{CULPRIT} " if width < _NARROW else f"{CULPRIT} culprit: "
+    mark = (
+        ""
+        if not is_culprit
+        else f"{CULPRIT} "
+        if width < _NARROW
+        else f"{CULPRIT} culprit{_fault_text(incident, rank)}: "
+    )
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
                _fitting(parts, frame, width - 10 - len(str(rank)) - indent - len(mark)),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
                at=(frame.file, frame.line) if frame else None)  # fmt: skip
+
+
+def _fault_text(incident: Incident, rank: int) -> str:
+    """The line of the fault, where the rank went on to another one."""
+    found = fault_elsewhere(incident, rank)
+    return "" if found is None else f", fault at {found[0].rpartition('/')[2]}:{found[1]}"
 
 
 def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:

@@ -39,6 +39,13 @@ class Prompt(Input):
         """Take all lines that are pasted, as one: Textual's own handler, which follows, takes the first alone."""
         event.text = " ".join(event.text.splitlines())
 
+    async def on_key(self, event: events.Key) -> None:
+        """Obey the keys of an input at once: Textual would queue them behind the letters that arrive with them."""
+        for binding in self._bindings.key_to_bindings.get(event.key, ()):
+            event.stop()
+            event.prevent_default()
+            await self.run_action(binding.action)
+
     def on_input_submitted(self, message: Input.Submitted) -> None:
         self._typed[self._asked] = message.value
 

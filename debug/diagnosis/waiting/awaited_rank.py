@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from titan_ckpt.debug.diagnosis.advice import advice
+from titan_ckpt.debug.diagnosis.ends import had_exception, has_end, left_gone
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
-from titan_ckpt.debug.diagnosis.rank_death import was_told
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_elsewhere, operation_waited_for
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, shortest_chain
@@ -27,6 +27,7 @@ _BUSY = {
     Subtype.STARVED: "without a processor",
 }
 
+OUTLIVED_S = 2.0  # by which ranks outlive one that died: a launcher kills all within less
 LATE_TICK_S = 10.0  # a busy rank on a crowded machine ticks late; a dead or stopped one never again
 
 
@@ -208,7 +209,7 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
         return _Reason(
             verdict=lost.verdict, subtype=lost.subtype, confidence=Basis.CONNECTIONS_CLOSED.confidence, text=lost.text
         )  # fmt: skip
-    if _had_exception(record):
+    if had_exception(record):
         return _Reason(
             verdict=VerdictKind.RANK_DIED, subtype=Subtype.PYTHON_EXCEPTION, confidence=Basis.DUMPED_FOR_EXCEPTION.confidence,
             text="died of an exception: its recorder dumped for one; the text of it was not collected",
@@ -224,6 +225,11 @@ def _without_stack(run: Run, state: Situation) -> _Reason:
         return _Reason(
             verdict=VerdictKind.RANK_DIED, confidence=Basis.NO_END.confidence,
             text="died: it left neither a dump nor an orderly end, though the recorders of the others did when the job ended",
+        )  # fmt: skip
+    if left_gone(record) and stopped_s > OUTLIVED_S:
+        return _Reason(
+            verdict=VerdictKind.RANK_DIED, confidence=Basis.PROCESS_GONE.confidence,
+            text="died: its process is gone and left no end of its own; a signal, os._exit or its host ended it",
         )  # fmt: skip
     if record.heartbeat is not None:
         return _by_phase(record.heartbeat.phase)
@@ -273,18 +279,12 @@ def left_no_end(run: Run, rank: int) -> bool:
     """Whether other recorders left an end of their process, and this one, which ticked no longer than they did, left none. Not
     where one that waited left none either: then the job may have been looked at before its end."""
     record = run.ranks[rank]
-    if record.heartbeat is None or record.process_state or _has_end(record):
+    if record.heartbeat is None or record.process_state or has_end(record):
         return False
-    ends = [one.heartbeat.alive_ns for one in run.ranks.values() if one.heartbeat is not None and _has_end(one)]
-    if not ends or any(waited_at_the_end(one) and not _has_end(one) for one in run.ranks.values()):
+    ends = [one.heartbeat.alive_ns for one in run.ranks.values() if one.heartbeat is not None and has_end(one)]
+    if not ends or any(waited_at_the_end(one) and not has_end(one) for one in run.ranks.values()):
         return False
     return record.heartbeat.alive_ns <= min(ends) and is_silent(run, record.heartbeat)
-
-
-def _has_end(record: RankRecord) -> bool:
-    """Whether a recorder left how its process ended: in order, told to, or by an exception."""
-    is_stopped = record.heartbeat is not None and record.heartbeat.is_stopped
-    return is_stopped or was_told(record) or _had_exception(record)
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:
@@ -305,12 +305,6 @@ def _is_gloo(record: RankRecord) -> bool:
     """Whether no dump knows more than that operations were scheduled, and none holds a send or recv."""
     table = record.operations
     return bool(len(table)) and not (table["state"].any() or table["p2p"].any() or record.heartbeat)
-
-
-def _had_exception(record: RankRecord) -> bool:
-    """Whether the recorder dumped because of an exception."""
-    reasons = [*(dump.reason for dump in record.dumps), *(stack.reason for stack in record.stacks)]
-    return any("exception" in reason for reason in reasons)
 
 
 def _by_phase(phase: str) -> _Reason:

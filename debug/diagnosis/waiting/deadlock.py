@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
 from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_rhythm
@@ -86,37 +85,38 @@ MOST_COMPARED = 64
 
 
 def _off_rhythm(cycle: _Cycle) -> _Finding | None:
-    """What the one rank did that left the order which it had repeated, in all groups, sends and receives."""
-    departures = ((rank, left_rhythm(cycle.run.ranks[rank])) for rank in cycle.ranks)
-    found = list(islice(((rank, left) for rank, left in departures if left is not None), 2))
-    if len(found) != 1:
+    """What those did that left the order which they had repeated, in all groups, sends and receives, where others did not."""
+    left = {rank: found for rank in cycle.ranks if (found := left_rhythm(cycle.run.ranks[rank])) is not None}
+    if not 0 < len(left) < len(cycle.ranks) or len({found.what for found in left.values()}) > 1:
         return None
-    rank, left = found[0]
-    expected, done = cycle.run.operation(rank, left.expected), cycle.run.operation(rank, left.row)
+    rank, first = next(iter(left.items()))
+    expected, done = cycle.run.operation(rank, first.expected), cycle.run.operation(rank, first.row)
     is_closed = any(edge.waiter in cycle.ranks for edge in cycle.inside)
     verdict, subtype = VerdictKind.SKIPPED_COLLECTIVE, Subtype.NONE
-    if left.what == Departure.SKIPPED:
+    if first.what == Departure.SKIPPED:
         verdict = VerdictKind.P2P_MISSING_PEER if expected.p2p else verdict
         text = (
-            f"left out {_called(cycle.run, expected)}, which it had issued at this point until then, and went on with "
-            f"{_called(cycle.run, done)}"
+            f"left out {_called(cycle.run, expected)}, which {'it' if len(left) == 1 else 'each'} had issued at this point until "
+            f"then, and went on with {_called(cycle.run, done)}"
         )
-    elif left.what == Departure.EXTRA:
+    elif first.what == Departure.EXTRA:
         verdict = VerdictKind.P2P_MISSING_PEER if done.p2p else verdict
         subtype = Subtype.NONE if done.p2p else Subtype.EXTRA_COLLECTIVE
         text = f"issued an extra {_called(cycle.run, done)}, before {_called(cycle.run, expected)}"
     else:
         verdict, subtype = VerdictKind.ORDER_MISMATCH, Subtype.ACROSS_GROUPS
         text = f"issued {_called(cycle.run, done)} before {_called(cycle.run, expected)}, unlike until then"
+    culprits = tuple(left)
+    who = f"rank{'s' * (len(culprits) > 1)} {_list(culprits)}"
     return _Finding(
         verdict=verdict,
         subtype=subtype,
-        culprits=(rank,),
-        victims=cycle.others((rank,)),
+        culprits=culprits,
+        victims=cycle.others(culprits),
         basis=Basis.BROKE_ROUTINE,
-        headline=f"{f'ranks {_list(cycle.ranks)} wait for each other, since ' * is_closed}rank {rank} {text}",
-        advice="look for the branch that changes the order of operations on that rank (an empty batch, a rank-local condition)",
-        edges=tuple(sorted(cycle.inside, key=lambda edge: edge.awaited != rank)),
+        headline=f"{f'ranks {_list(cycle.ranks)} wait for each other, since ' * is_closed}{who} {text}",
+        advice="look for the branch that changes the order of operations there (an empty batch, a rank-local condition)",
+        edges=tuple(sorted(cycle.inside, key=lambda edge: edge.awaited not in left)),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,14 +36,23 @@ def left_rhythm(record: RankRecord) -> Break | None:
     table = record.operations[-HISTORY:]
     columns = [table[name] for name in ("group", "op", "p2p", "peer", "frames")]
     _, keys = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
-    path = keys.tolist()
+    names: dict[int, int] = {}
+    found = _left_at(tuple(names.setdefault(key, len(names)) for key in keys.tolist()))
+    if found is None:
+        return None
+    first, (place, period, what) = len(record.operations) - len(table), found
+    return Break(row=first + place, expected=first + place - period, what=what)
+
+
+@lru_cache(256)
+def _left_at(path: tuple[int, ...]) -> tuple[int, int, Departure] | None:
+    """The place, the period and the way in which a path leaves its order. Most ranks of a job have one path, if each numbers its
+    operations as they come."""
     found = broken_at(path)
     if found is None or not _has_all(path, *found):
         return None
-    place, period = found
-    what = _departure(path, place, period)
-    first = len(record.operations) - len(table)
-    return None if what is None else Break(row=first + place, expected=first + place - period, what=what)
+    what = _departure(path, *found)
+    return None if what is None else (*found, what)
 
 
 def broken_at(path: Sequence[int]) -> tuple[int, int] | None:

@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.small_jobs import job
 from titan_ckpt.debug.diagnosis.align import _users
-from titan_ckpt.debug.diagnosis.diagnose import _died_together
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import _after_error
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import _unfit
 from titan_ckpt.debug.diagnosis.mismatches.readings import Reading
+from titan_ckpt.debug.diagnosis.same_fault import _died_together
 from titan_ckpt.debug.diagnosis.waiting.device_order import has_lost_head, has_order
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import _unknown_peers, is_queued
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, RankState, VerdictKind

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from textual.events import Key
 from textual.widgets import Input
 
 from tests.support.screen_pictures import press, screen_text
@@ -106,3 +107,25 @@ def test_a_group_that_was_never_formed_has_its_last_sign_of_life() -> None:
 
     found = standing(load_incident(str(DATA / "flight_recorder" / "pginit")), NOW_S)
     assert found.facts[-1] == "last sign of life 2026-11-21 02:10:20 UTC"
+
+
+async def test_keys_that_arrive_with_letters_are_obeyed_in_their_order() -> None:
+    """As tmux send-keys and fast typing deliver them: what is cleared is what stood there before."""
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for key, character in (("colon", ":"), ("1", "1"), ("ctrl+u", "\x15"), ("3", "3"), ("left", None), ("4", "4")):
+            app.post_message(Key(key, character))
+        await settled(app, pilot)
+        assert app.query_one("#prompt", Input).value == "43"
+
+
+async def test_a_time_beyond_the_logs_says_where_they_end() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=5)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        for typed, said in (("23:59:59", "the lines end at 2026-"), ("0:00", "the lines begin at 2026-")):
+            await press(app, pilot, "t")
+            app.query_one("#prompt", Input).value = typed
+            await press(app, pilot, "enter")
+            assert said in screen_text(app).splitlines()[-1]

@@ -63,7 +63,7 @@ async def test_a_timeline_is_drawn_again_when_it_is_zoomed_and_moved() -> None:
             await press(app, pilot, keys)
             assert screen_text(app) == seen[end]
         await press(app, pilot, "plus plus " + "greater_than_sign " * 20)
-        assert "━" in screen_text(app).splitlines()[5]
+        assert "═" in screen_text(app).splitlines()[5]
 
 
 async def test_numbers_and_steps_are_found_where_they_are() -> None:
