@@ -17,6 +17,7 @@ from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
+from titan_ckpt.debug.diagnosis.looks import is_one_look, of_one_look, stands_still, went_on_between
 from titan_ckpt.debug.diagnosis.looks_well import healthy, looks_quiet, looks_well, went_on
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many, outlasted
@@ -27,7 +28,7 @@ from titan_ckpt.debug.diagnosis.mismatches.out_of_step import (
     out_of_step,
 )
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import everybody_in_p2p, unmet_pairs
-from titan_ckpt.debug.diagnosis.no_culprit import gone, running, says_done, stands_in_torch, stands_still, undecided
+from titan_ckpt.debug.diagnosis.no_culprit import gone, running, says_done, stands_in_torch, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
@@ -88,8 +89,12 @@ def _diagnose(run: Run) -> list[Verdict]:
     if is_not_yet(ranked[0]) and all_left_gone(run):
         ranked = [gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)
-    if is_not_yet(ranked[0]) and is_beginning(run):
+    if is_not_yet(ranked[0]) and went_on_between(run):
+        ranked = [replace(running(None, None), headline="the job went on from one look at its stacks to another")]
+    elif is_not_yet(ranked[0]) and is_beginning(run):
         ranked = [running(None, ranked[0])]
+    elif is_not_yet(ranked[0]) and ranked[0].culprits and is_one_look(run):
+        ranked = [of_one_look(ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [ended_in_wait(pace, ranked[0]) if pace.is_long_for_told else running(pace, ranked[0])]
     ranked[0] = with_told_chain(run, edges, ranked[0])
@@ -101,7 +106,7 @@ def _without_fault(
 ) -> Verdict:
     is_over = went_on(run)
     if is_over or (looks_well(run, found_lanes, edges, states) and not faults(run)):
-        return healthy(run, found_lanes, is_over)
+        return healthy(run, found_lanes, is_over=is_over)
     is_aborted = any(abort_stack(record) is not None for record in run.ranks.values())
     stuck = same_operation(run, found_lanes) if not edges and not is_aborted else None
     if stuck is not None:

@@ -95,6 +95,7 @@ def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: M
         and not _lacks_end(run)
         and not leaving(run)
         and not _has_stall(run)
+        and not any(parting(run))
     )
 
 
@@ -149,16 +150,20 @@ def _had_trouble(record: RankRecord) -> bool:
     )
 
 
-def healthy(run: Run, lanes: Sequence[Lane], is_over: bool) -> Verdict:
-    """HEALTHY: certain only where the job is known to have gone on."""
+def healthy(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict:
+    """HEALTHY: the job ended well. RUNNING, where no end of it is known, and all ranks agree: it may stand still elsewhere."""
     newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in lanes[:3])
     heard = sum(bool(record.dumps) for record in run.ranks.values())
-    is_sure = is_over and heard == len(run.ranks)
+    is_sure = heard == len(run.ranks)
     basis = Basis.QUIET_LOGS if not lanes else Basis.ALL_DONE if is_sure else Basis.ALL_AGREE
+    found = "no fault found: all ranks issued the same operations" if lanes else "no fault found in the logs"
     return Verdict(
-        verdict=VerdictKind.HEALTHY,
-        confidence=basis.confidence,
-        headline="no fault found: all ranks issued the same operations" if lanes else "no fault found in the logs",
+        verdict=VerdictKind.HEALTHY if is_over else VerdictKind.RUNNING,
+        confidence=basis.confidence if is_over else Basis.ALL_AGREE.confidence,
+        headline=found if is_over else "no fault so far: all ranks issued the same operations, and none is pending",
+        next_steps=()
+        if is_over
+        else ("look whether its processes are there, and at the launcher's exit code: 0 means that all is well",),
         evidence=(
             Evidence(
                 text=f"{heard} of {run.world_size} ranks agree ({newest})" if newest else f"{run.world_size} ranks seen"

@@ -9,6 +9,7 @@ from itertools import islice
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import refusal
 from titan_ckpt.debug.diagnosis.from_logs.elsewhere import waited_in
 from titan_ckpt.debug.diagnosis.from_logs.reported import blaming, facts, faults, parting, suspects
+from titan_ckpt.debug.diagnosis.looks import stands_still
 from titan_ckpt.debug.diagnosis.looks_well import leaving, timer_of
 from titan_ckpt.debug.diagnosis.rank_death import event_evidence, is_absent, last_error
 from titan_ckpt.debug.diagnosis.standstill import Pace
@@ -28,16 +29,6 @@ def stands_in_torch(run: Run, states: Mapping[int, Situation]) -> bool:
     if any(record.dumps for record in run.ranks.values()):
         return False
     return 2 * sum(state.kind.may_wait for state in states.values()) > len(states)
-
-
-def stands_still(run: Run) -> bool:
-    """Whether a tool such as py-spy or gdb looked at ranks more than once, and saw each at the same place again."""
-    looks = [[s.main.frames for s in record.stacks if s.main and s.reason in LOOKS] for record in run.ranks.values()]
-    again = [frames for frames in looks if len(frames) > 1]
-    return bool(again) and all(frames[0] == other for frames in again for other in frames[1:])
-
-
-LOOKS = ("pyspy", "gdb", "eu-stack", "pystack")
 
 
 def says_done(run: Run) -> bool:

@@ -10,13 +10,16 @@ from titan_ckpt.debug.diagnosis.ends import left_gone
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.diagnosis.waiting.awaited_rank import cause_of_death
 from titan_ckpt.debug.diagnosis.waiting.told_waits import MAX_CHAIN
-from titan_ckpt.debug.incident.confidence import NAMED_TOGETHER, Basis
+from titan_ckpt.debug.incident.confidence import ACCUSING, NAMED_TOGETHER, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
 
 TOGETHER_S = 2.0
-_LIVING = (VerdictKind.STUCK_ON_CPU, VerdictKind.RANK_FROZEN)
+_IN_GROUPS = (
+    VerdictKind.SKIPPED_COLLECTIVE, VerdictKind.ORDER_MISMATCH, VerdictKind.OP_MISMATCH, VerdictKind.SIZE_MISMATCH,
+    VerdictKind.DTYPE_MISMATCH,
+)  # fmt: skip
 
 
 def merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
@@ -27,7 +30,7 @@ def merged(run: Run, found: Sequence[Verdict]) -> list[Verdict]:
     for number, verdict in enumerate(dict.fromkeys(found)):
         alike.setdefault(_cause(run, verdict, first_s) or number, []).append(verdict)
     return [
-        named_together(those, 1.0) if those[0].verdict in _LIVING else reduce(_died_together, those)
+        reduce(_died_together, those) if those[0].verdict == VerdictKind.RANK_DIED else named_together(those, 1.0)
         for those in alike.values()
     ]
 
@@ -50,12 +53,15 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     if verdict.verdict == VerdictKind.STUCK_ON_CPU:
         where = verdict.evidence[0] if verdict.confidence == Basis.MAIN_STACK.confidence and verdict.evidence else None
         return (verdict.verdict, verdict.subtype, where.file, where.line) if where and where.file else None
+    is_in_group = verdict.verdict in _IN_GROUPS and verdict.seq is not None and verdict.confidence >= ACCUSING
+    if is_in_group and verdict.subtype != Subtype.FINISHED_EARLY:
+        return verdict.verdict, verdict.subtype, verdict.group, verdict.seq, verdict.op  # in several groups of one name
     if verdict.verdict == VerdictKind.RANK_FROZEN and verdict.confidence >= Basis.PROCESS_STOPPED.confidence:
         return verdict.verdict
     if verdict.verdict == VerdictKind.RANK_DIED and verdict.confidence == Basis.PROCESS_GONE.confidence:
         return verdict.verdict if all(left_gone(run.ranks[rank]) for rank in verdict.culprits) else None
     if verdict.subtype in (Subtype.PYTHON_EXCEPTION, Subtype.OOM, Subtype.DEVICE) and verdict.file:
-        return verdict.subtype, verdict.file, verdict.line
+        return verdict.subtype, verdict.file, verdict.line, _error_type(verdict)
     if verdict.subtype == Subtype.PYTHON_EXCEPTION and verdict.evidence:  # without a traceback: by its text
         return verdict.subtype, verdict.evidence[0].text
     if verdict.subtype == Subtype.EXIT_CODE:
@@ -74,6 +80,12 @@ def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     if ended_s is not None and ended_s - first_s <= TOGETHER_S:
         return verdict.subtype, verdict.signal, verdict.file, verdict.line
     return None
+
+
+def _error_type(verdict: Verdict) -> str:
+    """The type of the exception that ended a rank: others may fail at the same line for another reason, such as for its want."""
+    is_raised = verdict.subtype == Subtype.PYTHON_EXCEPTION and bool(verdict.evidence)
+    return verdict.evidence[0].text.partition(":")[0].strip() if is_raised else ""
 
 
 def _killed_at(run: Run, verdict: Verdict) -> float | None:

@@ -201,7 +201,12 @@ class Basis(Enum):
     ODD_ONE = (
         0.65,
         (V.SKIPPED_COLLECTIVE,),
-        "gloo's error of a wrong size; one rank alone logged a further step, or all others are in one backward pass",
+        "gloo's error of a wrong size; all others are in one backward pass, or one rank alone counts its steps otherwise",
+    )
+    FURTHER_STEP = (
+        0.4,
+        (V.SKIPPED_COLLECTIVE,),
+        "gloo's error of a wrong size; one rank alone logged a further step, which an evaluator does as well: a suspect",
     )
     LEFT_ROOTED = (
         0.4,
@@ -250,7 +255,11 @@ class Basis(Enum):
         "the same in a job that may hang; up to 0.85 if the others waited most of the time",
     )
     ALL_DONE = 0.9, (V.HEALTHY,), "the job went on or ended well, and every rank left a dump"
-    ALL_AGREE = 0.75, (V.HEALTHY,), "all ranks issued and completed the same operations, with no sign of trouble"
+    ALL_AGREE = (
+        0.75,
+        (V.RUNNING, V.HEALTHY),
+        "all ranks issued and completed the same operations, with no sign of trouble",
+    )
     QUIET_LOGS = 0.6, (V.HEALTHY,), "logs only: the job ended well"
     ONE_LOOK = 0.5, (V.RUNNING,), "one look at a job without a sign of trouble: it runs, or has just stopped"
     UNDECIDED = 0.3, (V.INSUFFICIENT_DATA,), "no verdict fits"

@@ -196,6 +196,17 @@ def _lateness(reason: str) -> int:
     return 1 if "gil" in reason or "term" in reason.lower() or DEMAND in reason else 2
 
 
+def without_loaders(stacks: Sequence[StackSnapshot]) -> tuple[StackSnapshot, ...]:
+    """The stacks without those of a data loader's workers, which share their rank's environment and are not the rank; all, if
+    there is no other."""
+    own = tuple(stack for stack in stacks if stack.main is None or not any(map(_is_loader, stack.main.frames)))
+    return own or tuple(stacks)
+
+
+def _is_loader(frame: Frame) -> bool:
+    return frame.function.endswith("_worker_loop") and frame.file.endswith("data/_utils/worker.py")
+
+
 def main_thread_state(main: Thread) -> tuple[RankState, str]:
     """What a main thread is in, and the name of the library call it waits in."""
     within = _library_frames(main)

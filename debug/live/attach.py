@@ -26,6 +26,7 @@ MAX_THREADS = 256
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PLACES = ("LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_STACKS = ".pyspy.stacks"
 _TORCH = b"libtorch"
 _MAY_READ = (
     ". Run this as root, and in a container with the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; Kubernetes: "
@@ -72,8 +73,15 @@ def attach(pid: int, proc: Path = Path("/proc")) -> Attached:
     stacks, note = _python_stacks(pid)
     files = {f"{stem}.process.json": json.dumps(document).encode()}
     if stacks:
-        files[f"{stem}.pyspy.stacks"] = stacks
+        files[f"{stem}{_STACKS}"] = stacks
     return Attached(pid=pid, rank=rank, state=state or GONE, files=files, note=note)
+
+
+def look_again(seen: Attached) -> dict[str, bytes]:
+    """The Python stacks of a process that was looked at, once more: only two looks show that it does not go on."""
+    before = next((name for name in seen.files if name.endswith(_STACKS)), None)
+    stacks = _python_stacks(seen.pid)[0] if before is not None else b""
+    return {f"{before.removesuffix(_STACKS)}.again{_STACKS}": stacks} if before is not None and stacks else {}
 
 
 def _is_training(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from titan_ckpt.arguments import check_number
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import write_note, write_text
-from titan_ckpt.debug.live.attach import Attached, attach, find_training
+from titan_ckpt.debug.live.attach import Attached, attach, find_training, look_again
 from titan_ckpt.debug.live.processes import Process, find_processes, process_state
 from titan_ckpt.debug.live.publish import publish, publish_files
 from titan_ckpt.debug.record.demand import Demand, demand
@@ -103,7 +103,8 @@ def _configure(parser: Parser) -> None:
     parser.add_argument("--out", metavar="URL", help="also copy everything to this folder or object store; without FOLDER "
                         "needed")  # fmt: skip
     parser.add_argument("--logs", metavar="GLOB", help="log files whose ends are copied as well, to logs/ of --out")
-    parser.add_argument("--wait", type=float, default=5.0, metavar="S", help="how long to wait for dumps (default 5)")
+    parser.add_argument("--wait", type=float, default=5.0, metavar="S", help="how long to wait for dumps, and "
+                        "before the second look at processes without a recorder (default 5)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace files that are at --out already")
     for option in ("--logs", "--force"):
         parser.needs(option, "--out")
@@ -146,7 +147,12 @@ def _attach(arguments: argparse.Namespace) -> int:
         )
     store = open_store(arguments.out)
     found, lost = _attached(pids)
-    publish_files({name: data for one in found for name, data in one.files.items()}, store, is_forced=arguments.force)
+    files = {name: data for one in found for name, data in one.files.items()}
+    if any(not one.note for one in found) and arguments.wait:
+        write_note(f"looking again in {arguments.wait:.0f} s: one look does not show that a job stands still")
+        time.sleep(arguments.wait)
+        files |= {name: data for one in found for name, data in look_again(one).items()}
+    publish_files(files, store, is_forced=arguments.force)
     for one in found:
         rank = "of unknown rank" if one.rank is None else f"rank {one.rank}"
         write_note(f"{rank}: pid {one.pid}: {one.state}{f'; {one.note}' if one.note else ''}")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from titan_ckpt.debug.incident import contradictions as disagreement
-from titan_ckpt.debug.incident.frames import hang_stack, is_importing, main_thread_state, user_frame
+from titan_ckpt.debug.incident.frames import hang_stack, is_importing, main_thread_state, user_frame, without_loaders
 from titan_ckpt.debug.incident.kinds import DEMAND, STALL, DumpKind, FlagKind, RankState
 from titan_ckpt.debug.incident.operation_table import operation_blocks, with_blocks
 from titan_ckpt.debug.incident.records import (
@@ -207,7 +207,7 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
         coordinates=side.coordinates if side else {},
         operations=add_box(merge_dumps(tables), box, prefer_box=prefer_box),
         dumps=tuple(dumps),
-        stacks=tuple(stack for stack in found.stacks if stack.reason not in stale),
+        stacks=without_loaders([stack for stack in found.stacks if stack.reason not in stale]),
         log=merge_logs(found.logs),
         exit=exit_,
         heartbeat=found.heartbeat,

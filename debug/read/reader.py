@@ -362,10 +362,10 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
 
 
 def _take_process(evidence: RunEvidence, found: LiveProcess) -> None:
-    """A process that `debug collect --pid` looked at."""
+    """A process that `debug collect --pid` looked at; a data loader's workers, which share its environment, are younger."""
     evidence.num_evidence += 1
     evidence.world_size = max(evidence.world_size, found.world_size)
-    if found.rank is not None:
+    if found.rank is not None and found.pid <= evidence.pid_of_file.get(found.rank, found.pid):
         evidence.ranks[found.rank].process_state = found.state
         evidence.host_of_file[found.rank], evidence.pid_of_file[found.rank] = found.host, found.pid
 

@@ -21,6 +21,10 @@ _RANKED = re.compile(r"(?<!local)(?<!local[_-])rank[_-]?\d{1,6}|(?:trace|dump|fr
 _RANK_FOLDER = re.compile(r"(?:global[_-]?)?(?:rank|proc|process)[_-]?\d{1,6}", re.IGNORECASE)  # of one rank's files
 _CONSOLE = re.compile(r"\.(?:log|out|err|txt)(?:\.gz|\.zst|\.xz|\.bz2)?$", re.IGNORECASE)
 _HOST = re.compile(r"(?:node|host|gpu|worker|master|pod|ip|cn|n)[-_]?\d|\d{1,3}(?:[.-]\d{1,3}){3}", re.IGNORECASE)
+_LOOK = re.compile(r"(look|take|snap(?:shot)?|sample|stacks?|py-?spy|dump|round|t)[_-]?\d{1,6}", re.IGNORECASE)
+_STACK = re.compile(
+    rb"\s*(?:Process \d+: |PID \d+ - |Thread \d+ \(|\[New LWP|\[Thread debugging|\[\s*\{\s*\"pid\"|\{\"titan_ckpt\": \"process\")"
+)
 MOST_LEVELS = 32  # of folders; what lies deeper is one incident
 _SAID_RANK = re.compile(rb"\[rank(\d{1,6})\]:|\brank\s{0,8}: (\d{1,6}) \(local_rank")
 TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst|\.xz|\.bz2)?|error\.json)"
@@ -83,12 +87,26 @@ def _incidents(store: Store, folder: str, files: Sequence[ObjectInfo]) -> list[s
         or are_pods(inside)
         or all(map(_RANK_FOLDER.fullmatch, inside))
         or any(re.match(r"attempt_\d|step-\d", name) for name in inside)
+        or _are_looks(store, inside)
     ):
         return [folder]
     found = {name: _incidents(store, f"{folder}/{name}" if folder else name, part) for name, part in inside.items()}
     if any(len(part) > 1 for part in found.values()) or _repeat_each_other(store, inside):
         return [place for part in found.values() for place in part]
     return next(iter(found.values())) if len(found) == 1 and not own else [folder]
+
+
+def _are_looks(store: Store, parts: Mapping[str, Sequence[ObjectInfo]]) -> bool:
+    """Whether folders such as `look0` and `look1` hold nothing but stacks: of one job, at several times."""
+    looks = {name: match[1] for name in parts if (match := _LOOK.fullmatch(name))}
+    files = [file for name in looks for file in parts[name]]
+    is_one_row = len(looks) > 1 and len(set(looks.values())) == 1 and len(files) <= MOST_SNIFFED * len(looks)
+    return is_one_row and bool(files) and all(_is_stack(store, file) for file in files[:MOST_SNIFFED])
+
+
+def _is_stack(store: Store, file: ObjectInfo) -> bool:
+    """Whether a file begins as the dumps of py-spy (text and JSON), gdb and eu-stack do, or as `debug collect --pid` writes."""
+    return bool(file.size_bytes) and _STACK.match(store.read(file.path, 0, min(file.size_bytes, 256))) is not None
 
 
 def _repeat_each_other(store: Store, parts: Mapping[str, Sequence[ObjectInfo]]) -> bool:

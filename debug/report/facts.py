@@ -21,7 +21,7 @@ MAX_COMMANDS = 3
 
 
 def when(run: Run, top: Verdict, now_s: float) -> str:
-    """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s after the stop`; "" if no time is known. A slow job
+    """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known. A slow job
     has not stopped."""
     return stopped(stopped_s(run, top, began_ns(run)), last_sign_ns(run) / 1e9, now_s)
 
@@ -30,9 +30,7 @@ def stopped(began_s: float, last_s: float, now_s: float) -> str:
     """What `when` says of a job that stopped at `began_s` and showed life at `last_s`, since the epoch; 0 if unknown."""
     if not began_s:
         return f"last sign of life {moment(last_s)}{_age(now_s, last_s)}" if last_s else ""
-    after = (
-        f"; last sign of life {format_duration(last_s - began_s)} after the stop" if last_s - began_s >= 1e-3 else ""
-    )
+    after = f"; last sign of life {format_duration(last_s - began_s)} later" if last_s - began_s >= 1e-3 else ""
     return f"stopped {moment(began_s)}{_age(now_s, began_s)}{after}"
 
 

@@ -140,7 +140,7 @@ def test_batches_of_sends_that_ended_are_waits_of_nobody(first: int, tmp_path: P
         dump = nccl_dump([entry for step in steps for entry in step], first=first)
         (tmp_path / f"rank_{rank}.json").write_text(dump)
     run = open_run(str(tmp_path))
-    assert diagnose(run)[0].verdict == "HEALTHY"
+    assert diagnose(run)[0].verdict == "RUNNING"
     assert set(run.ranks[0].operations["seq"][run.ranks[0].operations["p2p"] != 0]) == (
         {1, 2, 3, 4} if first == 0 else {-1}
     )

@@ -21,7 +21,7 @@ FAULTS = (
     "not_completed",
 )  # fmt: skip
 VERDICTS: Mapping[str, tuple[str, ...]] = {
-    "none": (VerdictKind.HEALTHY,),
+    "none": (VerdictKind.HEALTHY, VerdictKind.RUNNING),
     "skip": (
         VerdictKind.SKIPPED_COLLECTIVE,
         VerdictKind.ORDER_MISMATCH,

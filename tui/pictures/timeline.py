@@ -27,7 +27,7 @@ from titan_ckpt.tui.data.timeline import (
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
 
 _FEW_RANKS = 24
-_SHORT_NS = 10_000_000
+_SHORT_NS, _SHORTEST_NS = 4_000_000, 40_000
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
 _STOP = "╎"
 _HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
@@ -179,16 +179,18 @@ def axis(window: Window, cells: int) -> str:
     text = "0"
     for part in range(1, 5):
         cell = cells * part // 4
-        name = f"+{_span_text(window.length * part // 4)}"
+        name = f"+{_span_text(window.length * part / 4, window.length)}"
         start = cell - len(name) if part == 4 else cell
         if start > len(text) + 1:
             text = f"{text:<{start}}{name}"
     return text
 
 
-def _span_text(length_ns: int) -> str:
-    """A duration that differs from that of other parts of a short window."""
-    return f"{length_ns / 1000:,g} us" if length_ns < _SHORT_NS else format_duration(length_ns / 1e9)
+def _span_text(time_ns: float, length_ns: int) -> str:
+    """A time in a window, in a unit in which the parts of the window differ."""
+    if length_ns >= _SHORT_NS:
+        return format_duration(time_ns / 1e9)
+    return f"{time_ns / 1000:,.0f} us" if length_ns >= _SHORTEST_NS else f"{time_ns / 1000:g} us"
 
 
 def step_rows(incident: Incident, width: int) -> Iterator[Row]:

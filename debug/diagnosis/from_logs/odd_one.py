@@ -1,16 +1,18 @@
 """Which rank differs, where gloo aborted one that received more data than its call expects. That one only noticed: who passed
 the wrong size is whoever left the way that all others took. Pure.
 
-Three facts of logs show it. A rank that has logged a step which no other logged is past an operation that the others wait in: it
-left one out. A rank whose count of steps differs from all others' from the first one on does at another step what depends on it.
-And where all others are in the backward pass at one line, in operations that DDP issues itself (their sizes follow from the
-model, on all ranks alike), the rank that expected another size is not in there with them. (FSDP's passes do not show that: which
-layers a rank gathers may depend on its data.)
+Three facts of logs speak for it. A rank that has logged one step more than all others may be past an operation that they wait in,
+and have left one out; or it is in none of their groups, and counts its own steps: it is a suspect. A rank whose count of steps
+differs from all others' from the first one on does at another step what depends on it. And where all others are in the backward
+pass at one line, in operations that DDP issues itself (their sizes follow from the model, on all ranks alike), the rank that
+expected another size is not in there with them. (FSDP's passes do not show that: which layers a rank gathers may depend on its
+data.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -23,15 +25,18 @@ LEAST_STEPS = 2
 
 
 def odd_one(run: Run, noticed: LogEvent) -> Iterator[Verdict]:
-    """SKIPPED_COLLECTIVE on the one that is a step ahead, or outside of the backward pass that all others are in."""
+    """SKIPPED_COLLECTIVE on the one that may be a step ahead, or is outside of the backward pass that all others are in."""
     logs = {rank: record.log for rank, record in run.ranks.items() if record.log is not None}
     raised = {rank: event for rank, log in logs.items() if (event := _raised(log)) is not None}
     if len(run.ranks) < LEAST_RANKS or len(logs) < len(run.ranks):
         return
     if (ahead := _ahead(logs, raised)) is not None:
         step = max(logs[ahead].step_times)
-        text = f"logged step {step}, which no other rank reached: it left out an operation that the others wait in"
-        yield _verdict(run, ahead, text, raised.get(ahead), noticed)
+        text = (
+            f"logged step {step}, which no other rank reached: it may have left out an operation that the others wait in, if it "
+            "takes part in them"
+        )
+        yield replace(_verdict(run, ahead, text, raised.get(ahead), noticed), confidence=Basis.FURTHER_STEP.confidence)
     elif (odd := _miscounting(logs)) is not None and _is_alone(raised, odd):
         text = f"counted its steps from {min(logs[odd].step_times)}, unlike all others, and left their way"
         yield _verdict(run, odd, text, raised[odd], noticed)
@@ -52,7 +57,7 @@ def _ahead(logs: Mapping[int, RankLog], raised: Mapping[int, LogEvent]) -> int |
     newest = max(found[-1] for found in steps.values())
     first = [rank for rank, found in steps.items() if found[-1] == newest]
     others = [rank for rank in steps if rank not in first]
-    is_clear = len(first) == 1 and len({steps[rank][-1] for rank in others}) == 1
+    is_clear = len(first) == 1 and all(steps[rank] == steps[first[0]][:-1] for rank in others)
     return first[0] if is_clear and any(rank in raised for rank in others) else None
 
 

@@ -54,6 +54,11 @@ _FAILS = re.compile(
     r"(?:to )?\w+|rc=[1-9]\d*)\b(?!\s*[:=]?\s*[\d.]+(?:[\s%,|]|$))",
     re.IGNORECASE,
 )
+_HANGS = re.compile(
+    r"\bno (?:progress|output|heartbeat)\b.{0,40}\b(?:for|in|since)\b"
+    r"|\b(?:is|has|are|seems?|appears?) (?:hung|stuck|stalled|hanging)\b|\b(?:hang|stall|deadlock) detected\b",
+    re.IGNORECASE,
+)
 _NO_FAILURE = re.compile(
     r"\b(?:no|0|zero|without) (?:\w+ )?(?:errors?|failures?)\b|\bWARN|\bDEBUG\b|\bINFO\b|\bretry|\bignor|\bskip|\bcontinu|\bfall",
     re.IGNORECASE,
@@ -61,13 +66,14 @@ _NO_FAILURE = re.compile(
 
 
 def parting(run: Run) -> Iterator[Evidence]:
-    """The last lines of logs that end after their last step with a word of a failure, in whatever form."""
+    """The last lines of logs that end after their last step with a word of a failure, in whatever form, or of a hang."""
     logs = {rank: record.log for rank, record in run.ranks.items() if record.log}
     for rank, log in [*logs.items(), *([(None, run.job_log)] if run.job_log else [])]:
         last = next((line for line in reversed(log.tail) if line.strip()), "")[:400]
         begun = max(log.last_step_line, log.done_line)
         is_after = log.tail_line > begun and (begun > 0 or rank is not None)
-        if is_after and _FAILS.search(last) and not _NO_FAILURE.search(last):
+        has_failed = is_after and _FAILS.search(last) and not _NO_FAILURE.search(last)
+        if has_failed or (log.tail_line > begun and _HANGS.search(last)):
             yield Evidence(text=f"last line: {last.strip()[:200]}", rank=rank, source=f"{log.source}:{log.tail_line}")
 
 

@@ -9,6 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane, first_disagreement
+from titan_ckpt.debug.diagnosis.mismatches.larger_party import (
+    LEAST_SIBLINGS,
+    both_may_be_wrong,
+    majority_of_few,
+    siblings,
+)
 from titan_ckpt.debug.diagnosis.mismatches.meant_elsewhere import meant_for
 from titan_ckpt.debug.diagnosis.mismatches.meeting import (
     HISTORY,
@@ -32,7 +38,7 @@ LEAST_OTHERS = 2  # that agree with each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Blame:
+class Blame:
     """Who deviated, on what basis, and why in words."""
 
     culprits: tuple[int, ...]
@@ -79,7 +85,7 @@ def shifted(run: Run, lane: Lane, roots: Collection[int]) -> Verdict | None:
     if start is None or not _go_alike(run, lane, others, range(start, newest)):
         return None
     why = f"{len(others)} of {len(lane.members)} ranks agree with each other"
-    blame = _Blame(culprits=(behind[0],), basis=Basis.CLEAR_MAJORITY, why=why)
+    blame = Blame(culprits=(behind[0],), basis=Basis.CLEAR_MAJORITY, why=why)
     return _call_site_verdict(Meeting(run=run, lane=lane, seq=newest), start, blame)
 
 
@@ -90,14 +96,18 @@ def _was_harmless(run: Run, lane: Lane, seq: int) -> bool:
     return bool(went_on and lane.done.all() and not failed)
 
 
-def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
+def _blame(meeting: Meeting, sides: Sequence[Side]) -> Blame:
     """Who deviated: a minority; between equal parties the one whose own history did not lead there."""
     first, rest = sides[0], sides[1:]
     if len(first.ranks) > len(rest[0].ranks):
+        if (few := majority_of_few(meeting, sides)) is not None:
+            return Blame(culprits=few, basis=Basis.BROKE_HISTORY, why="most of the job's ranks did what the others did")
+        if both_may_be_wrong(meeting, sides):
+            return _tie(sides, "the larger party breaks with its own history, the smaller one does not")
         ranks = tuple(sorted(rank for side in rest for rank in side.ranks))
         basis = Basis.CLEAR_MAJORITY if len(first.ranks) > len(ranks) else Basis.PLURALITY
         why = f"{len(first.ranks)} of {len(meeting.lane.members)} ranks agree with each other"
-        return _Blame(culprits=ranks, basis=basis, why=why)
+        return Blame(culprits=ranks, basis=basis, why=why)
     tied = [side for side in sides if len(side.ranks) == len(first.ranks)]
     if (unlike := _unlike_siblings(meeting, tied)) is not None:
         return unlike
@@ -105,36 +115,26 @@ def _blame(meeting: Meeting, sides: Sequence[Side]) -> _Blame:
     if max(scores) > min(scores) and not all(_is_new(meeting, side) for side in tied):
         strange = tied[scores.index(max(scores))]
         why = "its own earlier operations led elsewhere"
-        return _Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
+        return Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
+    return _tie(sides, "both parties are equally large and neither breaks with its own history")
+
+
+def _tie(sides: Sequence[Side], why: str) -> Blame:
     everyone = tuple(sorted(rank for side in sides for rank in side.ranks))
-    why = "both parties are equally large and neither breaks with its own history"
-    return _Blame(culprits=everyone, basis=Basis.TIE, why=why)
+    return Blame(culprits=everyone, basis=Basis.TIE, why=why)
 
 
-LEAST_SIBLINGS = 2
-
-
-def _unlike_siblings(meeting: Meeting, tied: Sequence[Side]) -> _Blame | None:
+def _unlike_siblings(meeting: Meeting, tied: Sequence[Side]) -> Blame | None:
     """The one party that did not do what the ranks of other groups of the same description did under that number: those of a
     mesh do the same side by side."""
-    found = Counter(key_of(operation) for operation in _siblings(meeting))
+    found = Counter(key_of(operation) for operation in siblings(meeting, meeting.seq))
     known = {side.key: side for side in tied}
     usual = [key for key in known if found[key] >= LEAST_SIBLINGS and 2 * found[key] > found.total()]
     others = tuple(sorted(rank for key, side in known.items() if key not in usual for rank in side.ranks))
     if len(usual) != 1 or not others or any(found[key] for key in known if key not in usual):
         return None
     why = f"{found[usual[0]]} ranks of other groups of that kind did what {rank_list(known[usual[0]].ranks)} did"
-    return _Blame(culprits=others, basis=Basis.BROKE_HISTORY, why=why)
-
-
-def _siblings(meeting: Meeting) -> Iterator[Operation]:
-    """The operations of this number in other groups of the same description."""
-    run, mine = meeting.run, meeting.run.groups[meeting.lane.group]
-    groups = [i for i, group in enumerate(run.groups) if group != mine and group.description == mine.description != ""]
-    for rank, record in run.ranks.items() if groups else ():
-        table = record.operations
-        is_there = np.isin(table["group"], groups) & (table["seq"] == meeting.seq) & (table["p2p"] == 0)
-        yield from (run.operation(rank, row) for row in np.flatnonzero(is_there).tolist())
+    return Blame(culprits=others, basis=Basis.BROKE_HISTORY, why=why)
 
 
 def _is_new(meeting: Meeting, side: Side) -> bool:
@@ -201,7 +201,7 @@ def _sites(run: Run, lane: Lane, rank: int) -> Mapping[int, Frame | None]:
     }
 
 
-def _call_site_verdict(meeting: Meeting, start: int, blame: _Blame) -> Verdict:
+def _call_site_verdict(meeting: Meeting, start: int, blame: Blame) -> Verdict:
     run, lane, culprits = meeting.run, meeting.lane, blame.culprits
     rows = lane.seen_at(start)
     other = next(rank for rank in lane.members if rank not in culprits and rank in rows)
@@ -242,7 +242,7 @@ _TEXT = {
 }
 
 
-def _verdict(meeting: Meeting, reading: Reading, common: Side, deviant: Side, blame: _Blame) -> Verdict:
+def _verdict(meeting: Meeting, reading: Reading, common: Side, deviant: Side, blame: Blame) -> Verdict:
     run, culprits = meeting.run, blame.culprits
     victims = tuple(rank for rank in meeting.lane.members if rank not in culprits)
     why = f"why {rank_list(culprits)}: {blame.why}; the other reading would be {reading.alternative}"
@@ -274,7 +274,7 @@ def _unfit(run: Run, reading: Reading) -> Iterator[Evidence]:
         yield Evidence(text=first.text[:150], rank=first.rank, source=f"{first.source}:{first.line}")
 
 
-def _wrong_group_verdict(meeting: Meeting, common: Side, deviant: Side, blame: _Blame, meant: Operation) -> Verdict:
+def _wrong_group_verdict(meeting: Meeting, common: Side, deviant: Side, blame: Blame, meant: Operation) -> Verdict:
     run, [rank] = meeting.run, blame.culprits
     return Verdict(
         verdict=VerdictKind.WRONG_GROUP, culprits=(rank,), victims=tuple(one for one in meeting.lane.members if one != rank),

@@ -87,8 +87,8 @@ MOST_COMPARED = 64
 def _off_rhythm(cycle: _Cycle) -> _Finding | None:
     """What those did that left the order which they had repeated, in all groups, sends and receives, where others did not."""
     left = {rank: found for rank in cycle.ranks if (found := left_rhythm(cycle.run.ranks[rank])) is not None}
-    if not 0 < len(left) < len(cycle.ranks) or len({found.what for found in left.values()}) > 1:
-        return None
+    if not left or 1 < len(left) == len(cycle.ranks) or len({found.what for found in left.values()}) > 1:
+        return None  # nobody, or everybody
     rank, first = next(iter(left.items()))
     expected, done = cycle.run.operation(rank, first.expected), cycle.run.operation(rank, first.row)
     is_closed = any(edge.waiter in cycle.ranks for edge in cycle.inside)

@@ -16,6 +16,9 @@ def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, 
     for (kind, place, number), rank in links.items():
         if kind == "local" and rank >= number:
             first.setdefault(place, rank - number)
+    for text in texts:
+        if text.endings.first_rank is not None:
+            first.setdefault(f"{text.scope}|", text.endings.first_rank)
     sizes: defaultdict[str, int] = defaultdict(int)
     for text in texts:
         for kind, place, number in text.writers:

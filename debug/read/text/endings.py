@@ -10,17 +10,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
-from titan_ckpt.debug.read.text.schedulers.last_lines import last_code
+from titan_ckpt.debug.read.text.schedulers.last_lines import last_code, of_rank
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
+from titan_ckpt.debug.read.text.schedulers.mpi import (
+    HYDRA,
+    HYDRA_SIGNAL,
+    MPI_ABORT,
+    MPI_CODE,
+    MPI_NAME,
+    MPIRUN,
+    PALS,
+)
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
+from titan_ckpt.debug.read.text.schedulers.shells import first_rank_of
 from titan_ckpt.debug.read.text.schedulers.slurm import CANCELLED, NODE_LOST, TASKS, WHY, WORD, WORDS
 
 
@@ -38,6 +48,7 @@ class Endings:
     attempts: int = 0
     code: int | None = None
     over_line: int = 0  # that said so, or that the agents met
+    first_rank: int | None = None  # of this host, by the command of its launcher
     is_over: bool = False  # torchrun ended, with a table of its workers' ends
     has_steps: bool = False  # of this attempt
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
@@ -60,6 +71,8 @@ class Endings:
         """Account for one line; True if a new attempt of the job begins with it."""
         text = line.text[:1000]
         self.has_launcher = self.has_launcher or any(name in text for name in _LAUNCHERS)
+        if "node" in text and self.first_rank is None:
+            self.first_rank = first_rank_of(text)
         if "srun: " in text or "slurm" in text or "yhrun: " in text:
             self._slurm(number, text)
         if any(word in text for word in _OF_AGENTS):
@@ -67,11 +80,16 @@ class Endings:
         if "rocess" in text or "RANK" in text or "xit code" in text or "KILLED" in text or "rank " in text:
             self._mpi(number, text)
             self._spawn(number, text)
-        if "MPI_A" in text and (match := _MPI_ABORT.search(text)):
+        if len(text) < _LONGEST_END and (ended := of_rank(text, line.rank)) is not None:
+            self.found.append(replace(ended, line=number))
+        if "MPI_A" in text and (match := MPI_ABORT.search(text)):
             rank = int(match["rank"] or match["other"])
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
         if not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
-            self.code, self.over_line = code, number
+            if line.rank is None:
+                self.code, self.over_line = code, number
+            else:
+                self.found.append(Ending(code=code, line=number, rank=line.rank))
         said = list(self._managers.take(line))
         for one in said:
             self._say(number, line, one)
@@ -232,7 +250,7 @@ class Endings:
     # -- MPI, torch.multiprocessing, Lightning
 
     def _mpi(self, number: int, text: str) -> None:
-        if match := _MPIRUN.search(text):
+        if match := MPIRUN.search(text):
             if self._is_cancelled and int(match["signal"]) == Signals.SIGKILL:
                 return
             self.found.append(
@@ -241,19 +259,19 @@ class Endings:
                     is_task=True, is_first=True,
                 )
             )  # fmt: skip
-        elif match := _MPI_NAME.search(text):
+        elif match := MPI_NAME.search(text):
             self._spawned = int(match["rank"])
-        elif self._spawned is not None and (match := _MPI_CODE.search(text)):
+        elif self._spawned is not None and (match := MPI_CODE.search(text)):
             self._task(number, self._spawned, int(match["code"]), is_first=True)
             self._spawned = None
-        elif match := _HYDRA.search(text):
+        elif match := HYDRA.search(text):
             self._spawned = int(match["rank"])
-        elif self._spawned is not None and (match := _HYDRA_SIGNAL.search(text)):
+        elif self._spawned is not None and (match := HYDRA_SIGNAL.search(text)):
             self._task(number, self._spawned, -int(match["signal"]))
             if int(match["signal"]) == Signals.SIGKILL:  # which Hydra sends to all that are left
                 self._cleaned.append(self.found.pop())
             self._spawned = None
-        elif match := _PALS.search(text):
+        elif match := PALS.search(text):
             code = -int(match["signal"]) if match["signal"] else int(match["code"])
             self._task(number, int(match["rank"]), code, match["host"] or "")
 
@@ -317,6 +335,7 @@ class Endings:
                 self._note(EventKind.KILLED, number, text, **values)
 
 
+_LONGEST_END = 100  # of a line that tells a rank's exit code and no more
 _LAUNCHERS = (
     "torch/distributed/elastic", "torch/distributed/run.py", "torch/distributed/launch.py", "torch.distributed.run",
     "torch.distributed.launch", "torchrun", "accelerate launch", "accelerate/commands/launch", "deepspeed/launcher",
@@ -343,24 +362,8 @@ _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
 _OF_AGENTS = ("torch/distributed/elastic", "torch.distributed.elastic.agent", "exitcode", "rank", "time", "Root Cause")
-_MPIRUN = re.compile(
-    r"noticed that process rank (?P<rank>\d{1,6}) with PID (?P<pid>\d{1,9}) on node (?P<host>\S{1,80}) "
-    r"exited on ?signal (?P<signal>\d{1,2})"
-)
-_MPI_ABORT = re.compile(
-    r"MPI_ABORT was invoked on rank (?P<rank>\d{1,6}) in communicator MPI_COMM_WORLD"
-    r"|application called MPI_Abort\(MPI_COMM_WORLD, (?P<code>\d{1,3})\) - process (?P<other>\d{1,6})"
-)
 _ENDED_WELL = re.compile(r"\[launch\.py:\d{1,6}:main\] Process (?P<pid>\d{1,9}) exits successfully\.")
 _DEEPSPEED = re.compile(r"process (?P<pid>\d{1,9}) spawned with command: .{0,900}?--local_rank=(?P<local>\d{1,6})\b")
-_MPI_NAME = re.compile(r"Process name: \[{1,2}[^\s]{1,80},(?P<rank>\d{1,6})\]")
-_MPI_CODE = re.compile(r"Exit code: +(?P<code>\d{1,3})")
-_HYDRA = re.compile(r"RANK (?P<rank>\d{1,6}) PID \d{1,9} RUNNING AT")
-_HYDRA_SIGNAL = re.compile(r"KILLED BY SIGNAL: (?P<signal>\d{1,2})")
-_PALS = re.compile(
-    r"^(?:(?P<host>[\w.-]{1,120}): )?rank (?P<rank>\d{1,6}) "
-    r"(?:died from signal (?P<signal>\d{1,2})|exited with code (?P<code>\d{1,3}))\b"
-)
 _SPAWN = re.compile(
     r"[Pp]rocess (?P<rank>\d{1,6}) terminated with (?:signal (?P<signal>SIG[A-Z]{2,5})|exit code (?P<code>\d{1,3})$)"
 )

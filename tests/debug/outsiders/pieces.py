@@ -90,6 +90,8 @@ def part_of(name: str) -> str:
 def outcome(verdict: Verdict, truth: Mapping[str, Any]) -> str:
     """right, kind (right ranks, another verdict), undecided, accused (an innocent rank) or healthy (of a hang)."""
     ranks, accused = truth["ranks"], set(verdict.culprits)
+    if verdict.verdict == "RUNNING" and "HEALTHY" in truth["verdict"]:
+        return "right"  # as far as the evidence goes: no end of the job is known
     if verdict.verdict in ("HEALTHY", "RUNNING") and verdict.verdict not in truth["verdict"]:
         is_open = verdict.verdict == "RUNNING" and truth.get("soft")  # one look, at a wait that was not long yet
         return "undecided" if is_open else "healthy"

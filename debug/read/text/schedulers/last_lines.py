@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import re
 
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending
+
 _CODE = re.compile(
     r"\s*(?:(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*|exit status |command terminated with exit code "
     r"|make: \*\*\* .{1,200} Error |Process finished with exit code |##\[error\]Process completed with exit code "
+    r"|(?:\S{1,40}: )?(?:python[\d.]{0,5}|command|process|job|training|script|program|child) "
+    r"exited with (?:status|(?:exit )?code) "
     r"|ERROR: Job failed: exit code |\+{1,4} exit )(?P<code>-?\d{1,9})\.?(?: \([\w :]{1,60}\))?\s*$",
     re.IGNORECASE,
 )
@@ -23,6 +27,13 @@ _FAILED = re.compile(
 _SACCT = re.compile(
     r"\s*\d{1,12}(?:_\d{1,9})?(?:(?:\s+\S{1,80}){0,12}\s+(?:COMPLETED|FAILED)\s+(?P<code>\d{1,3}):\d{1,3}\s*$"
     r"|(?:\|[^|]{0,80}){0,12}\|(?:COMPLETED|FAILED)\|(?P<cell>\d{1,3}):\d{1,3}(?:\|[^|]{0,80}){0,12}$)"
+)
+# A rank's own code in words, as scripts collect them: `rank 2: exit code 1`, `rank=2 exitcode=-9`.
+_OF_RANK = re.compile(
+    r"\s*(?P<who>rank|process|proc)[ _=:#]{0,2}(?P<rank>\d{1,6})[:,]? {0,4}"
+    r"(?:(?:has )?(?:exited|ended|finished|terminated|died) )?(?:with )?"
+    r"(?:exit[ _-]?(?:code|status)|return[ _-]?code|rc|code|status)[ =:]{1,3}(?P<code>-?\d{1,3})\.?\s*$",
+    re.IGNORECASE,
 )
 UNKNOWN = 1  # the code of a failure whose line has none
 
@@ -41,3 +52,20 @@ def last_code(text: str) -> int | None:
     if match is not None:
         return int(match["code"] or match["cell"])
     return UNKNOWN if _FAILED.search(text) else None
+
+
+def of_rank(text: str, label: int | None = None) -> Ending | None:
+    """The end of a rank (`process 2`: by its number among those that one program spawned) that a line tells in words;
+    `label`: the rank by what stood before it.
+
+    >>> found = of_rank("rank=2 exitcode=-9")
+    >>> found.rank, found.code, of_rank("rank 2 step 1")
+    (2, -9, None)
+    """
+    if "cod" not in text and "tat" not in text and "rc" not in text:
+        return None
+    match = _OF_RANK.match(text if label is None else f"rank {label}: {text}")
+    if match is None:
+        return None
+    number, code, is_rank = int(match["rank"]), int(match["code"]), match["who"].lower() == "rank"
+    return Ending(code=code, line=0, rank=number) if is_rank else Ending(code=code, line=0, local_rank=number)

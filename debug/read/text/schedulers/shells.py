@@ -47,3 +47,17 @@ def in_english(text: str) -> str:
     return (
         f"{match['script']}: line {match['line']}: {match['pid']} {_ENGLISH[match['word']]} {match['command'].strip()}"
     )
+
+
+_NODE = re.compile(r"--node[_-]rank[ =](\d{1,5})\b")
+_PER_NODE = re.compile(r"--nproc[_-]per[_-]node[ =](\d{1,4})\b")
+
+
+def first_rank_of(text: str) -> int | None:
+    """The first rank of a host by the command that started its launcher there, as `set -x` prints it; None if it is none.
+
+    >>> first_rank_of("+ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=4 train.py")
+    4
+    """
+    node, size = _NODE.search(text), _PER_NODE.search(text)
+    return int(node[1]) * int(size[1]) if node is not None and size is not None else None
