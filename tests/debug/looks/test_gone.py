@@ -50,7 +50,7 @@ def test_an_end_that_is_known_is_not_called_unknown() -> None:
     assert (top.verdict, top.culprits) == (VerdictKind.RANK_DIED, (2,))
 
 
-def test_all_ranks_that_the_kernel_calls_stopped_are_named_together() -> None:
+def test_all_ranks_that_the_kernel_calls_stopped_are_named() -> None:
     run = looked_at({})
     held = {rank: replace(run.ranks[rank], process_state="T (stopped)") for rank in (1, 2)}
     verdicts = diagnose(replace(run, ranks={**run.ranks, **held}))
