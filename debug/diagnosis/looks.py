@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import main_thread_state
-from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.kinds import FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Thread, Verdict
 
 TOOLS = ("pyspy", "gdb", "eu-stack", "pystack")
@@ -25,16 +25,15 @@ def went_on_between(run: Run) -> bool:
 
 
 def is_one_look(run: Run) -> bool:
-    """Whether nothing but one look at the stacks speaks against a job whose logs tell of steps: no error, no exit, no recorder.
-    Of a job that runs one looks the same."""
+    """Whether nothing speaks against a job whose logs tell of steps but one look at its stacks, or a second one before which its
+    threads ran: no error, no exit, no recorder. A job that runs looks the same."""
     seen = [stack for record in run.ranks.values() for stack in record.stacks]
-    if (
-        not seen
-        or any(stack.reason not in TOOLS for stack in seen)
-        or not any(_has_steps(r) for r in run.ranks.values())
-    ):
+    moved = {rank for flag in run.flags if flag.flag == FlagKind.WENT_ON for rank in flag.ranks}
+    if not seen or any(stack.reason not in TOOLS for stack in seen):
         return False
-    if any(len(_places(record)) > 1 for record in run.ranks.values()):
+    if not moved and not any(map(_has_steps, run.ranks.values())):
+        return False
+    if any(len(_places(record)) > 1 for rank, record in run.ranks.items() if rank not in moved):
         return False
     is_ended = run.launcher is not None and run.launcher.code is not None
     has_words = run.job_log is not None and bool(run.job_log.events)
@@ -49,8 +48,8 @@ def of_one_look(suspected: Verdict) -> Verdict:
     return replace(
         suspected, verdict=VerdictKind.INSUFFICIENT_DATA, subtype=suspected.subtype, culprits=(), suspects=suspected.culprits,
         confidence=Basis.UNDECIDED.confidence,
-        headline=f"one look at the stacks does not show that the job hangs; if it does: {suspected.headline}",
-        evidence=(*suspected.evidence, Evidence(text="of a job that goes on, one look shows the same")),
+        headline=f"the stacks do not show that the job stands still; if it does: {suspected.headline}",
+        evidence=(*suspected.evidence, Evidence(text="of a job that goes on, they show the same")),
         next_steps=(
             "compare the time of the look with the last step in the logs: a job that hangs has logged none for long",
             "look again in a minute (`titan-ckpt debug collect` does so by itself): who is at the same place hangs",

@@ -114,6 +114,7 @@ class FlagKind(StrEnum):
     CLOCK_SKEW = "CLOCK_SKEW"
     RANK_UNKNOWN = "RANK_UNKNOWN"
     NEWEST_FIRST = "NEWEST_FIRST"
+    WENT_ON = "WENT_ON"
 
 
 class DumpKind(StrEnum):

@@ -26,7 +26,7 @@ MAX_THREADS = 256
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 PLACES = ("LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-_STACKS = ".pyspy.stacks"
+_STACKS, _PROCESS = ".pyspy.stacks", ".process.json"
 _TORCH = b"libtorch"
 _MAY_READ = (
     ". Run this as root, and in a container with the capability SYS_PTRACE (docker run --cap-add SYS_PTRACE; Kubernetes: "
@@ -36,13 +36,15 @@ _MAY_READ = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
-    """A process that was looked at. `files`: what to keep, by name; `note`: why there are no Python stacks ("" if there are)."""
+    """A process that was looked at. `files`: what to keep, by name; `note`: why there are no Python stacks ("" if there are);
+    `sleeps`: how often its main thread had gone to sleep until then."""
 
     pid: int
     rank: int | None
     state: str
     files: Mapping[str, bytes]
     note: str = ""
+    sleeps: int = 0
 
 
 def find_training(proc: Path = Path("/proc")) -> list[int]:
@@ -71,17 +73,28 @@ def attach(pid: int, proc: Path = Path("/proc")) -> Attached:
     }  # fmt: skip
     stem = f"rank_{rank:05d}.pid_{pid}" if rank is not None else f"pid_{pid}"
     stacks, note = _python_stacks(pid)
-    files = {f"{stem}.process.json": json.dumps(document).encode()}
+    files = {f"{stem}{_PROCESS}": json.dumps(document).encode()}
     if stacks:
         files[f"{stem}{_STACKS}"] = stacks
-    return Attached(pid=pid, rank=rank, state=state or GONE, files=files, note=note)
+    return Attached(pid=pid, rank=rank, state=state or GONE, files=files, note=note, sleeps=_sleeps(folder))
 
 
-def look_again(seen: Attached) -> dict[str, bytes]:
-    """The Python stacks of a process that was looked at, once more: only two looks show that it does not go on."""
-    before = next((name for name in seen.files if name.endswith(_STACKS)), None)
-    stacks = _python_stacks(seen.pid)[0] if before is not None else b""
-    return {f"{before.removesuffix(_STACKS)}.again{_STACKS}": stacks} if before is not None and stacks else {}
+def look_again(seen: Attached, proc: Path = Path("/proc")) -> dict[str, bytes]:
+    """The Python stacks of a process that was looked at, once more, and how often its main thread has slept since
+    (voluntary_ctxt_switches, proc_pid_status(5)): one that waits for what does not come sleeps once. {} without stacks, or if the
+    process is gone."""
+    stacks, sleeps = _python_stacks(seen.pid)[0] if not seen.note else b"", _sleeps(proc / str(seen.pid))
+    if not stacks or not sleeps:
+        return {}
+    name = next(name for name in seen.files if name.endswith(_PROCESS))
+    document = {**json.loads(seen.files[name]), "slept_since": sleeps - seen.sleeps}
+    return {name: json.dumps(document).encode(), f"{name.removesuffix(_PROCESS)}.again{_STACKS}": stacks}
+
+
+def _sleeps(folder: Path) -> int:
+    """How often the main thread of a process gave the processor away; 0 if it is gone."""
+    count = _field(_read(folder / "task" / folder.name / "status"), "voluntary_ctxt_switches")
+    return int(count) if count.isdigit() else 0
 
 
 def _is_training(folder: Path) -> bool:

@@ -35,7 +35,6 @@ from titan_ckpt.debug.read.many_files import Fetch, fetched, is_local, read_text
 from titan_ckpt.debug.read.plain_pickle import looks_like_pickle
 from titan_ckpt.debug.read.recorder_files import (
     Exits,
-    LiveProcess,
     Sidecar,
     read_error,
     read_exits,
@@ -51,6 +50,7 @@ from titan_ckpt.debug.read.text_files import (
     is_json_lines,
     is_streamed,
     stream_text,
+    take_live_process,
     take_process,
     take_quoted,
     take_report,
@@ -350,7 +350,7 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     elif kind == "exits":
         _take_exits(evidence, read_exits(document, file.path))
     elif kind == "process":
-        _take_process(evidence, read_process(document))
+        take_live_process(evidence, read_process(document))
     elif is_pyspy_json(document):
         take_process(evidence, file, read_pyspy_json(document, file.path))
     elif isinstance(value, dict) and is_ras_json(document):
@@ -359,15 +359,6 @@ def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         _take_dump(evidence, file, data)
     elif (lines := quoted_lines(value)) is not None:
         take_quoted(evidence, file, lines)
-
-
-def _take_process(evidence: RunEvidence, found: LiveProcess) -> None:
-    """A process that `debug collect --pid` looked at; a data loader's workers, which share its environment, are younger."""
-    evidence.num_evidence += 1
-    evidence.world_size = max(evidence.world_size, found.world_size)
-    if found.rank is not None and found.pid <= evidence.pid_of_file.get(found.rank, found.pid):
-        evidence.ranks[found.rank].process_state = found.state
-        evidence.host_of_file[found.rank], evidence.pid_of_file[found.rank] = found.host, found.pid
 
 
 def _take_sidecar(evidence: RunEvidence, sidecar: Sidecar) -> None:

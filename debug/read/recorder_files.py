@@ -55,14 +55,16 @@ class LiveProcess:
     state: str
     rank: int | None
     world_size: int
+    slept_since: int = 0  # times, of the main thread, from one look to the next
 
 
 def read_process(document: JsonValue) -> LiveProcess:
     """A `.process.json`."""
-    rank = document.find("rank")
+    rank, slept = document.find("rank"), document.find("slept_since")
     return LiveProcess(
         host=_text(document, "host"), pid=document["pid"].whole(), state=_text(document, "state"),
         rank=None if rank is None or rank.value is None else _rank(rank), world_size=_world_size(document),
+        slept_since=0 if slept is None else slept.whole(),
     )  # fmt: skip
 
 

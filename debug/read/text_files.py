@@ -15,6 +15,7 @@ from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chun
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
 from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
+from titan_ckpt.debug.read.recorder_files import LiveProcess
 from titan_ckpt.debug.read.reports.exports import PAGES, TABLES, page_text, table_lines
 from titan_ckpt.debug.read.reports.gpu_state import is_gpu_state, read_gpu_state
 from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read_inspector
@@ -135,6 +136,20 @@ def _take_processes(evidence: RunEvidence, file: EvidenceFile, text: str) -> Non
         take_process(evidence, file, process)
 
 
+def take_live_process(evidence: RunEvidence, found: LiveProcess) -> None:
+    """A process that `debug collect --pid` looked at; a data loader's workers, which share its environment, are younger."""
+    evidence.num_evidence += 1
+    evidence.world_size = max(evidence.world_size, found.world_size)
+    if found.rank is not None and found.pid <= evidence.pid_of_file.get(found.rank, found.pid):
+        evidence.ranks[found.rank].process_state = found.state
+        evidence.host_of_file[found.rank], evidence.pid_of_file[found.rank] = found.host, found.pid
+    if found.slept_since > MOST_SLEEPS:
+        text = (
+            f"its main thread slept and woke {found.slept_since} times from one look to the next: it may have gone on"
+        )
+        evidence.flag(FlagKind.WENT_ON, text, f"pid {found.pid}", found.rank)
+
+
 def take_process(evidence: RunEvidence, file: EvidenceFile, process: ProcessStacks) -> None:
     """The stacks of a process: the rank's that the file's name gives, else of the rank that the process turns out to be."""
     if not process.stacks.threads:
@@ -149,6 +164,7 @@ def take_process(evidence: RunEvidence, file: EvidenceFile, process: ProcessStac
     evidence.processes.append(process if process.pid or not named else replace(process, pid=int(named[1] or named[2])))
 
 
+MOST_SLEEPS = 2  # of a thread that waits for one thing
 _HEAD = 4096
 _PID_IN_NAME = re.compile(r"pid[_.-]?(\d{1,9})|(?<!\d)(\d{3,9})(?!\d)")
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titan_ckpt.debug import Verdict, diagnose, open_run
+from titan_ckpt.debug.live.attach import attach, look_again
 from titan_ckpt.debug.read.several import find_several
 from titan_ckpt.store.open import open_store
 
@@ -62,7 +68,7 @@ def test_one_look_beside_logs_of_steps_accuses_nobody(tmp_path: Path) -> None:
     log_steps(tmp_path)
     top = judged(tmp_path)
     assert (top.verdict, top.culprits, top.suspects) == ("INSUFFICIENT_DATA", (), (1,))
-    assert "one look" in top.headline
+    assert "do not show that the job stands still" in top.headline
     assert "data.py:33" in top.headline
     assert any("look again" in step for step in top.next_steps)
 
@@ -122,3 +128,32 @@ def test_a_log_that_tells_of_a_hang_is_no_running_job(word: str, tmp_path: Path)
     top = judged(tmp_path)
     assert top.verdict == "INSUFFICIENT_DATA"
     assert any(word.split("]")[-1].strip() in item.text for item in top.evidence)
+
+
+@pytest.mark.parametrize(("slept", "culprits"), [({0: 0, 2: 0, 3: 0}, (1,)), ({0: 17, 1: 32, 2: 17, 3: 17}, ())])
+def test_threads_that_ran_between_two_looks_may_have_gone_on(
+    slept: dict[int, int], culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    """One rank is slow in each step: it and those that wait for it are at the same lines whenever one looks."""
+    for rank in range(4):
+        text = (COMPUTES if rank == 1 else WAITS).format(pid=70 + rank, line=61)
+        for look_at in ("", ".again"):
+            (tmp_path / f"rank_0000{rank}.pid_{70 + rank}{look_at}.pyspy.stacks").write_text(text)
+        document = {"titan_ckpt": "process", "host": "h", "pid": 70 + rank, "state": "S (sleeping)", "rank": rank}
+        process = {**document, "world_size": 4, "threads": [], "slept_since": slept.get(rank, 5)}
+        (tmp_path / f"rank_0000{rank}.pid_{70 + rank}.process.json").write_text(json.dumps(process))
+    top = judged(tmp_path)
+    assert (top.culprits, top.suspects) == (culprits, () if culprits else (1,))
+
+
+def test_a_second_look_counts_how_often_a_process_slept() -> None:
+    """A real one, which sleeps again and again; of one without stacks nothing is looked at again."""
+    with subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0.05)"]) as sleeper:
+        try:
+            time.sleep(1.0)
+            first = attach(sleeper.pid)
+            time.sleep(1.0)
+            assert attach(sleeper.pid).sleeps - first.sleeps > 5
+            assert look_again(replace(first, note="no py-spy")) == {}
+        finally:
+            sleeper.kill()
