@@ -37,10 +37,8 @@ def is_one_look(run: Run) -> bool:
         return False
     is_ended = run.launcher is not None and run.launcher.code is not None
     has_words = run.job_log is not None and bool(run.job_log.events)
-    done = {
-        _is_done(record) for record in run.ranks.values()
-    }  # where some had done all their work, the others did not go on
-    return not is_ended and not has_words and len(done) == 1 and not any(_tells_more(r) for r in run.ranks.values())
+    are_done = {_is_done(record) for record in run.ranks.values()}  # where some are, the others did not go on
+    return not (is_ended or has_words or len(are_done) > 1 or any(map(_tells_more, run.ranks.values())))
 
 
 def of_one_look(suspected: Verdict) -> Verdict:

@@ -98,14 +98,15 @@ def _killed_at(run: Run, verdict: Verdict) -> float | None:
 
 def named_together(found: Sequence[Verdict], factor: float = NAMED_TOGETHER) -> Verdict:
     """One verdict on ranks of which the same is known; `factor`: of its confidence."""
-    if len(found) == 1:
-        return found[0]
-    culprits = tuple(sorted(rank for verdict in found for rank in verdict.culprits))
-    victims = tuple(sorted({rank for verdict in found for rank in verdict.victims} - set(culprits)))
     first = max(found, key=lambda verdict: verdict.confidence)
+    culprits = tuple(sorted({rank for verdict in found for rank in verdict.culprits}))
+    others = [rank for rank in culprits if rank not in first.culprits]
+    if not others:
+        return first
+    victims = tuple(sorted({rank for verdict in found for rank in verdict.victims} - set(culprits)))
     return replace(
         first, culprits=culprits, victims=victims, confidence=first.confidence * factor,
-        headline=f"{first.headline}; the same is true of {rank_list([r for r in culprits if r not in first.culprits])}",
+        headline=f"{first.headline}; the same is true of {rank_list(others)}",
         chain=tuple(dict.fromkeys(pair for verdict in found for pair in verdict.chain))[:MAX_CHAIN],
         evidence=tuple(dict.fromkeys(item for verdict in found[:4] for item in verdict.evidence[:2])),
     )  # fmt: skip

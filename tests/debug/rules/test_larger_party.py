@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.small_jobs import job
-from titan_ckpt.debug import diagnose
+from titan_ckpt.debug import Verdict, diagnose
+from titan_ckpt.debug.diagnosis.same_fault import named_together
+from titan_ckpt.debug.incident.kinds import VerdictKind
 
 GROUPS = "".join(
     f"group {name}: {members}\n"
@@ -59,3 +63,16 @@ def test_a_whole_node_that_leaves_one_out_is_at_fault() -> None:
     top = diagnose(job("\n".join(lines)))[0]
     assert top.culprits == (4, 5)
     assert "left out all_gather" in top.headline
+
+
+def test_verdicts_on_the_same_rank_are_not_named_together_twice() -> None:
+    """Two rules may find the same fault of one rank; of another rank it is said that the same is true."""
+    first, other = (
+        Verdict(
+            verdict=VerdictKind.SKIPPED_COLLECTIVE, culprits=(rank,), victims=(0,), confidence=confidence, headline="h"
+        )
+        for rank, confidence in ((2, 0.9), (3, 0.8))
+    )
+    assert named_together([first, replace(first, headline="again", confidence=0.8)], 1.0) == first
+    both = named_together([first, other, replace(first, headline="again")], 1.0)
+    assert (both.culprits, both.headline) == ((2, 3), "h; the same is true of rank 3")
