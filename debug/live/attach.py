@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_ckpt.debug.live.processes import GONE, process_state
@@ -37,7 +37,7 @@ _MAY_READ = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attached:
     """A process that was looked at. `files`: what to keep, by name; `note`: why there are no Python stacks ("" if there are);
-    `sleeps`: how often its main thread had gone to sleep until then."""
+    `sleeps`: how often its main thread had gone to sleep until then; `document`: what its `.process.json` holds."""
 
     pid: int
     rank: int | None
@@ -45,6 +45,7 @@ class Attached:
     files: Mapping[str, bytes]
     note: str = ""
     sleeps: int = 0
+    document: Mapping[str, object] = field(default_factory=dict)
 
 
 def find_training(proc: Path = Path("/proc")) -> list[int]:
@@ -76,7 +77,9 @@ def attach(pid: int, proc: Path = Path("/proc")) -> Attached:
     files = {f"{stem}{_PROCESS}": json.dumps(document).encode()}
     if stacks:
         files[f"{stem}{_STACKS}"] = stacks
-    return Attached(pid=pid, rank=rank, state=state or GONE, files=files, note=note, sleeps=_sleeps(folder))
+    return Attached(
+        pid=pid, rank=rank, state=state or GONE, files=files, note=note, sleeps=_sleeps(folder), document=document
+    )
 
 
 def look_again(seen: Attached, proc: Path = Path("/proc")) -> dict[str, bytes]:
@@ -87,7 +90,7 @@ def look_again(seen: Attached, proc: Path = Path("/proc")) -> dict[str, bytes]:
     if not stacks or not sleeps:
         return {}
     name = next(name for name in seen.files if name.endswith(_PROCESS))
-    document = {**json.loads(seen.files[name]), "slept_since": sleeps - seen.sleeps}
+    document = {**seen.document, "slept_since": sleeps - seen.sleeps}
     return {name: json.dumps(document).encode(), f"{name.removesuffix(_PROCESS)}.again{_STACKS}": stacks}
 
 
