@@ -28,7 +28,7 @@ from titan_ckpt.debug.diagnosis.mismatches.out_of_step import (
     out_of_step,
 )
 from titan_ckpt.debug.diagnosis.mismatches.unmet_pairs import everybody_in_p2p, unmet_pairs
-from titan_ckpt.debug.diagnosis.no_culprit import gone, running, says_done, stands_in_torch, undecided
+from titan_ckpt.debug.diagnosis.no_culprit import all_gone, running, says_done, stands_in_torch, undecided
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
@@ -87,7 +87,7 @@ def _diagnose(run: Run) -> list[Verdict]:
         found = [_without_fault(run, found_lanes, edges, states)]
     ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, merged(run, found))))]
     if is_not_yet(ranked[0]) and all_left_gone(run):
-        ranked = [gone(run, ranked[0])]
+        ranked = [all_gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and went_on_between(run):
         ranked = [replace(running(None, None), headline="the job went on from one look at its stacks to another")]

@@ -65,7 +65,7 @@ def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = Fal
     )
 
 
-def gone(run: Run, suspected: Verdict) -> Verdict:
+def all_gone(run: Run, suspected: Verdict) -> Verdict:
     """INSUFFICIENT_DATA: all processes ended and left nothing that tells which went first, or why."""
     return Verdict(
         verdict=VerdictKind.INSUFFICIENT_DATA,

@@ -263,13 +263,8 @@ def _rank_row(
     wait = pending if pending is not None else incident.wait_of.get(rank)
     frame = state.frame if pending is None else None
     frame = frame if frame is not None or wait is None else _frame_of(wait)
-    mark = (
-        ""
-        if not is_culprit
-        else f"{CULPRIT} "
-        if width < _NARROW
-        else f"{CULPRIT} culprit{_fault_text(incident, rank)}: "
-    )
+    named = "" if width < _NARROW else f"culprit{_fault_text(incident, rank)}: "
+    mark = f"{CULPRIT} {named}" if is_culprit else ""
     indent = 2 * min(depth, 12)
     return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
                _fitting(parts, frame, width - 10 - len(str(rank)) - indent - len(mark)),

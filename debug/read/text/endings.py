@@ -80,12 +80,12 @@ class Endings:
         if "rocess" in text or "RANK" in text or "xit code" in text or "KILLED" in text or "rank " in text:
             self._mpi(number, text)
             self._spawn(number, text)
-        if len(text) < _LONGEST_END and (ended := of_rank(text, line.rank)) is not None:
-            self.found.append(replace(ended, line=number))
         if "MPI_A" in text and (match := MPI_ABORT.search(text)):
             rank = int(match["rank"] or match["other"])
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
-        if not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
+        if len(text) < _LONGEST_END and (ended := of_rank(text, line.rank)) is not None:
+            self.found.append(replace(ended, line=number))
+        elif not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
             if line.rank is None:
                 self.code, self.over_line = code, number
             else:
