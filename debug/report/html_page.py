@@ -11,7 +11,7 @@ from html import escape
 from titan_ckpt.console.escapes import escape_line, escape_text
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import program_frames
-from titan_ckpt.debug.incident.kinds import OperationState
+from titan_ckpt.debug.incident.kinds import OperationState, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
 from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
@@ -63,7 +63,9 @@ def _list(lines: Iterable[str], *, tag: str = "ul") -> list[str]:
 
 
 def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
-    kind = "good" if top.is_healthy else "undecided" if top.is_undecided else "fault"
+    kind = (
+        "good" if top.is_healthy else "undecided" if top.is_undecided or top.verdict == VerdictKind.RUNNING else "fault"
+    )
     name = f"{top.verdict} ({top.subtype})" if top.subtype else str(top.verdict)
     yield f'<header class="{kind}"><p class="kind">{_text(name)}</p><h1>{_text(top.headline)}</h1>'
     facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]

@@ -100,11 +100,11 @@ def _rest_rows(incident: Incident, rest: list[int], width: int) -> Iterator[Row]
     if not rest:
         return
     alone = {rank: wait for rank, wait in incident.wait_of.items() if incident.states[rank].kind not in HALTED}
-    has_ended = incident.top.verdict == VerdictKind.HEALTHY
+    is_calm = incident.top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
     for is_waiting, title in ((True, "waiting, for whom is not known"), (False, "in no observed wait")):
         ranks = [r for r in rest if _waits_alone(incident, r) == is_waiting]
         if ranks:
-            yield head("as last seen" if has_ended else title)
+            yield head("as last seen" if is_calm else title)
         yield from _alike_rows(incident, ranks, alone, width)
 
 
