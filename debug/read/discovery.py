@@ -23,6 +23,7 @@ TAIL_OF_LOG = 12 << 20
 _ATTEMPT = re.compile(r"(?P<base>.*)attempt_(?P<number>\d{1,6})$")
 _LOCAL = re.compile(r"local[_-]?rank[_-]?\d{1,6}", re.IGNORECASE)  # counts on its host, which the folder is of
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
+_GLOBAL = re.compile(r"(?:global|world)[_-]?rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(?<![\d])0*(\d{1,6})$")
 _TORCHRUN = re.compile(  # of one attempt alone, too: `debug LOGS/attempt_0`
@@ -132,7 +133,8 @@ def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFil
     bare, suffix = _split(name)
     rank, rest = _rank_of(path, bare)
     of_torchrun = _TORCHRUN.match(path)
-    host_folder = (of_torchrun["base"] or "") if of_torchrun else path.rpartition("/")[0] if _LOCAL.search(bare) else ""
+    is_local = _LOCAL.search(bare) is not None and _GLOBAL.search(bare) is None
+    host_folder = (of_torchrun["base"] or "") if of_torchrun else path.rpartition("/")[0] if is_local else ""
     return EvidenceFile(
         path=path, rank=rank, reason=rest.strip("._-"), stem=bare, suffix=suffix,
         size_bytes=size_bytes, modified_s=modified_s, host_folder=host_folder,
@@ -148,7 +150,7 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _rank_of(path: str, bare: str) -> tuple[int | None, str]:
-    if match := _RANK.search(bare):
+    if match := _GLOBAL.search(bare) or _RANK.search(bare):
         return int(match.group(1)), bare[match.end() :]
     if match := _TRAILING.search(bare):
         return int(match.group(1)), ""

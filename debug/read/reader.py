@@ -175,7 +175,8 @@ def _nothing(evidence: RunEvidence, folders: tuple[str, ...], only: str | None) 
     if evidence.flags:
         first, count = evidence.flags[0], len(evidence.flags)
         files = "1 damaged file" if count == 1 else f"{count} damaged files, first"
-        return TitanError(f"{store}: nothing readable: {files}: {first.source}: {first.text}")
+        why = first.text.removeprefix(f"{first.source}: ")
+        return TitanError(f"{store}: nothing readable: {files}: {first.source}: {why}")
     if only is not None:
         path = f"{str(store).rstrip('/')}/{only}"
         return NotFoundError(
@@ -262,7 +263,7 @@ _LIST_OF_OBJECTS = re.compile(rb"\s{0,100}\[\s{0,100}\{\s{0,100}[\"}]")
 def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.suffix == ".svg" or not data:
         if file.rank is not None and not data and file.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
-            evidence.flag(FlagKind.DUMP_CORRUPT, "is empty", file.path, file.rank)
+            evidence.flag(FlagKind.DUMP_CORRUPT, f"{file.path}: is empty", file.path, file.rank)
         elif file.suffix in TEXT_ENDINGS:
             take_text(evidence, file, b"")
         return

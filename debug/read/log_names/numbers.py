@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from titan_ckpt.debug.read.log_names.columns import NO_RANKS, by_column
 from titan_ckpt.debug.read.text.job_text import NOBODY, OWN, JobText
 from titan_ckpt.debug.read.text.streams import Stream
 
@@ -22,24 +23,28 @@ _NAMES = (
 )
 _FOLDERS = (re.compile(r"(?P<before>[^/\d]{0,60})(?P<number>\d{1,6})(?P<after>/[^/]{1,255})$"),)
 _OF_LAUNCHERS = ("std_log_process_", "workerlog.")  # which number processes
-# Numbers of what may hold several ranks, or follow each other.
-_NO_RANKS = re.compile(
-    r"(?:node|host|machine|pod|attempt|try|restart|run|job|epoch|step|part|log|trial|fold|seed|exp(?:eriment)?|version)[._-]?$",
-    re.IGNORECASE,
-)
 
 
 def name_ranks(texts: Sequence[JobText]) -> None:
-    """Give the lines of logs to the ranks that introduce themselves in them, or of numbered logs to the ranks of these numbers,
-    where no name and no other line says otherwise."""
+    """Give the lines of logs to the ranks that introduce themselves in them, or label each of its lines; or of numbered logs to
+    the ranks of these numbers, where no name and no other line says otherwise."""
     if any(map(_is_launchers, texts)):
         return
-    introduced = [text for text in texts if text.introduced is not None]
-    own = {text.introduced: text for text in introduced if text.introduced is not None}
-    is_whole = 1 < len(own) == len(introduced) and set(own) == set(range(len(own)))
+    speakers = [(rank, text) for text in texts if (rank := _speaker(text)) is not None]
+    own = dict(speakers)
+    is_whole = 1 < len(own) == len(speakers) and set(own) == set(range(len(own)))
     has_places = any(writer[0] in _PLACES for text in texts for writer in text.writers)
     if (is_whole and len(own) == len(texts)) or has_places or not _have_numbers(texts):
         _give_own_texts(own if is_whole else {})
+
+
+def _speaker(text: JobText) -> int | None:
+    """The rank that a log is of by its lines: the one that introduces itself, else the only one whose label stands there."""
+    if text.introduced is not None:
+        return text.introduced
+    labelled = {writer for writer in text.writers if writer != NOBODY}
+    writer = labelled.pop() if len(labelled) == 1 else NOBODY
+    return writer[2] if writer[0] == "rank" else None
 
 
 def name_recorded(texts: Sequence[JobText], num_ranks: int) -> None:
@@ -59,7 +64,12 @@ def _give_own_texts(own: Mapping[int, JobText]) -> None:
 
 def _have_numbers(texts: Sequence[JobText]) -> bool:
     """Give numbered logs to the ranks of their numbers; whether they have such."""
-    complete = _numbered(texts, _NAMES, depth=1) or _numbered(texts, _FOLDERS, depth=2) or _introduced(texts)
+    complete = (
+        _numbered(texts, _NAMES, depth=1)
+        or _numbered(texts, _FOLDERS, depth=2)
+        or by_column(texts)
+        or _introduced(texts)
+    )
     if len(complete) != 1 or _is_denied(complete[0]):
         return False
     if _are_introduced(complete[0]) or _are_of_launchers(complete[0]) or _are_side_by_side(complete[0]):
@@ -89,7 +99,7 @@ def _numbered(
         name = "/".join(parts[-depth:])
         match = next((found for pattern in patterns if (found := pattern.match(name))), None)
         if match is None or (
-            not are_any and match["before"] not in _OF_LAUNCHERS and _NO_RANKS.search(match["before"])
+            not are_any and match["before"] not in _OF_LAUNCHERS and NO_RANKS.search(match["before"])
         ):
             continue
         folders["/".join(parts[:-depth])][f"{match['before']}#{match['after']}"][int(match["number"])] = text

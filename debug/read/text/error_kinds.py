@@ -40,6 +40,8 @@ _TIMEOUT = re.compile(
     r"|failed to pass monitoredBarrier|Timed out after \d+ seconds|Application timeout caused pair closure|RendezvousTimeoutError"
     r"|socket has timed out|[Tt]imeout waiting for key|Notify register times out|error code(?: is)?:? ?50704[678]\b"
 )
+# A program's own waits: torch/utils/data/dataloader.py for its workers, subprocess for a command.
+_OWN_TIMEOUT = re.compile(r"DataLoader timed out after|\bTimeoutExpired: Command ")
 MISMATCH = (
     "op.preamble.length <= op.nbytes", "data size doesn't match expected size", "essage truncated",
     "Detected mismatch between collectives on ranks", "DDP expects same model across all ranks",
@@ -152,7 +154,7 @@ def kind_of_error(text: str, *, is_torch: bool = True) -> EventKind:
     it."""
     if has_any(text, MISMATCH):
         return EventKind.COMM_MISMATCH
-    if _ARGUMENT.search(text):
+    if _ARGUMENT.search(text) or _OWN_TIMEOUT.search(text):
         return EventKind.EXCEPTION
     is_comm = has_any(text, _COMM_WORDS)
     if not is_torch and not is_comm and (text.lstrip().startswith(_SOCKET_ERRORS) or _CLIENTS.match(text)):

@@ -108,6 +108,14 @@ def _fields_of_record(line: Line, match: re.Match[str]) -> None:
     line.level = next((field for field in match[0].split(" - ") if field.strip("- ") in _LEVELS), "").strip("- ")
 
 
+def _node(line: Line, match: re.Match[str]) -> None:
+    line.node = int(match["n"])
+
+
+def _process(line: Line, match: re.Match[str]) -> None:
+    line.host, line.pid = match["host"], int(match["pid"])
+
+
 def _level(line: Line, match: re.Match[str]) -> None:
     line.level = match["level"]
 
@@ -134,6 +142,8 @@ _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("[RankMonitorServer:", re.compile(rf"\[RankMonitorServer:{_N}\] "), _rank),
     ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _host),
     ("] [", re.compile(r"\[\d{1,9}\] (?=\[)"), _nothing),
+    ("][", re.compile(r"\[(?:node|host|machine)[ _:=-]?(?P<n>\d{1,6})\](?=\[)", re.IGNORECASE), _node),
+    ("][", re.compile(rf"\[(?:local(?:[ _]rank)?|gpu|cuda)[ _:=-]?{_N}\](?=\[)", re.IGNORECASE), _local),
 )
 _PAREN: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     (" pid=", re.compile(rf"\((?:EngineCore_\w{{1,20}} |APIServer )?(?:Vllm)?Worker_TP{_N} pid=\d{{1,9}}\) ?"), _rank),
@@ -173,9 +183,10 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     (" kernel: ", re.compile(rf"(?P<host>{_NAME}) kernel: "), _host),
     (
         "]: ",
-        re.compile(rf"(?P<host>{_NAME}) (?:slurmstepd|slurmd|kubelet|containerd|systemd|python\d?)\[\d{{1,9}}\]: "),
+        re.compile(rf"(?P<host>{_NAME}) (?:slurmstepd|slurmd|kubelet|containerd|systemd)\[\d{{1,9}}\]: "),
         _host,
     ),
+    ("]: ", re.compile(rf"(?P<host>{_NAME}) python[\d.]{{0,6}}\[(?P<pid>\d{{1,9}})\]: "), _process),
     ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _replica),
     (
         "\tworkerpool",
@@ -192,6 +203,7 @@ _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "angle": (re.compile(rf"<[Rr]ank[=: ]?{_N}> ?"), _rank),
     "index": (re.compile(rf"[Rr]ank\[{_N}\]:? "), _rank),
     "short": (re.compile(rf"\[?(?:[\w.-]{{1,60}}[:/])?r{_N}[\]>|]? "), _rank),
+    "logfmt": (re.compile(rf'(?:\w{{1,20}}=(?:"[^"]{{0,60}}"|[^\s"]{{1,60}}) ){{0,6}}(?:global_)?rank={_N} '), _rank),
     "gpu": (re.compile(rf"\[(?:gpu|GPU|cuda)[ :_]?{_N}\] "), _local),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
     "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _host),
@@ -313,7 +325,7 @@ def _is_usual(name: str, rests: Sequence[str]) -> bool:
     return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
 
 
-_OF_PROGRAMS = ("parenthesis", "angle", "index", "short", "gpu")  # which mean what their programs want
+_OF_PROGRAMS = ("parenthesis", "angle", "index", "short", "gpu", "logfmt")  # which mean what their programs want
 
 
 def _are_side_by_side(numbers: Sequence[int]) -> bool:

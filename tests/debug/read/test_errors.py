@@ -34,6 +34,8 @@ DEVICE = [
     CALL + "Cuda failure 'uncorrectable ECC error encountered'",
 ]
 PROGRAM = [
+    "RuntimeError: DataLoader timed out after 120 seconds",
+    "subprocess.TimeoutExpired: Command '['aws', 's3', 'cp']' timed out after 300 seconds",
     CUDA + "device-side assert triggered",
     CUDA + "an illegal memory access was encountered",
     CALL + "Cuda failure 700 'an illegal memory access was encountered'",

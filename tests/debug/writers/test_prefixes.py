@@ -18,6 +18,8 @@ PREFIXES: dict[str, Callable[[int], str]] = {
     "gpu": "[gpu{}] ".format,
     "index": "2026-08-16 00:24:00,339 - serve - INFO - agent.py:400 - Rank[{}] ".format,
     "fields": "2026-08-16 00:24:00,339 - __main__ - INFO - [rank {}] ".format,
+    "logfmt": "ts=2026-08-16T00:24:00.339Z level=info rank={} msg=".format,
+    "node, local rank and rank": lambda rank: f"[node{rank // 2}][local {rank % 2}][rank {rank}] ",
     "Determined": "<info>    [2026-03-03T16:00:00.112Z] 8de2ca80 [rank={}] || INFO: [890] root: ".format,
 }
 
