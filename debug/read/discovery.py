@@ -72,7 +72,10 @@ def find_incident_folders(store: Store, incident: str | None = None) -> Incident
     """
     folders = store.folders()
     if "debug" in folders:
-        incidents = tuple(store.folders("debug"))
+        found = store.folders("debug")
+        incidents = (*(name for name in found if name != EARLIER),)
+        if EARLIER in found and not incidents:  # a recorder's own folder
+            incidents = _with_history(store, "debug")
         newest = _chosen(store, incidents, incident)
         main = f"debug/{newest}" if newest else "debug"
         return IncidentFolders(
@@ -82,10 +85,16 @@ def find_incident_folders(store: Store, incident: str | None = None) -> Incident
         return IncidentFolders(incident="", folders=("logs",) if "logs" in folders else (), incidents=())
     several = tuple(found.folder for found in find_several(store))
     if not several and EARLIER in folders:
-        history = earlier_attempts(entry.path for entry in store.list(EARLIER))
-        several = (*history, "") if history else ()
+        several = _with_history(store)
     chosen = _chosen(store, several, incident)
     return IncidentFolders(incident=chosen, folders=(chosen,), incidents=several)
+
+
+def _with_history(store: Store, folder: str = "") -> tuple[str, ...]:
+    """The earlier attempts in a recorder's folder, and "" for the newest; () if there are none."""
+    above = f"{folder}/" if folder else ""
+    history = earlier_attempts(entry.path.removeprefix(above) for entry in store.list(f"{above}{EARLIER}"))
+    return (*history, "") if history else ()
 
 
 def _chosen(store: Store, incidents: Sequence[str], wanted: str | None) -> str:

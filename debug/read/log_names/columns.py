@@ -1,7 +1,7 @@
-"""Logs whose names hold several numbers, `train-4411-n1-t5.log` or `task_5_of_8.log`: the one that counts all of them is the rank's.
+"""Logs whose names hold several numbers, `train-4411-n1-t5.log` or `task_5_of_8.log`: the one that counts all logs is the rank.
 
-Names of that form are made by `srun --output=%x-%j-n%n-t%t.log`, by GNU parallel's and Grid Engine's users and by launchers that put
-the attempt behind the process: `trainer_5_attempt_0_stderr.log`.
+Names of that form are made by `srun --output=%x-%j-n%n-t%t.log` and by launchers that put the attempt behind the process:
+`trainer_5_attempt_0_stderr.log`.
 """
 
 from __future__ import annotations

@@ -98,9 +98,7 @@ def _numbered(
         parts = text.source.split("/")
         name = "/".join(parts[-depth:])
         match = next((found for pattern in patterns if (found := pattern.match(name))), None)
-        if match is None or (
-            not are_any and match["before"] not in _OF_LAUNCHERS and NO_RANKS.search(match["before"])
-        ):
+        if match is None or (not are_any and match["before"] not in _OF_LAUNCHERS and NO_RANKS.search(match["before"])):
             continue
         folders["/".join(parts[:-depth])][f"{match['before']}#{match['after']}"][int(match["number"])] = text
     return [found for by_name in folders.values() for found in _complete(by_name)]

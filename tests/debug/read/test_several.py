@@ -82,6 +82,16 @@ def test_earlier_attempt_of_torchrun_is_history(tmp_path: Path) -> None:
     assert not any(record.events for record in open_run(str(tmp_path)).ranks.values())
 
 
+@pytest.mark.parametrize("given", ["", "debug"], ids=["run", "its recorder's folder"])
+def test_earlier_attempt_in_a_recorders_folder_is_history(tmp_path: Path, given: str) -> None:
+    shutil.copytree(INCIDENTS / "skip", tmp_path / "debug")
+    shutil.copytree(INCIDENTS / "sigkill", tmp_path / "debug" / "earlier" / "0001")
+    url = str(tmp_path / given)
+    run = open_run(url)
+    assert (run.incidents, run.incident, diagnose(run)[0].verdict) == (("earlier/0001", ""), "", "SKIPPED_COLLECTIVE")
+    assert diagnose(open_run(url, incident="earlier/0001"))[0].verdict == "RANK_DIED"
+
+
 def test_local_ranks_of_two_hosts_become_global(tmp_path: Path) -> None:
     for host in range(2):
         for local in range(2):
