@@ -102,6 +102,17 @@ def test_attempts_in_one_folder_are_apart(tmp_path: Path) -> None:
     ]
 
 
+def test_a_programs_own_log_stays_where_it_is(tmp_path: Path) -> None:
+    written = {"box", "sidecar.json", "error.json", "sock", "ask", "stall.pickle", "gil.stacks", "on_demand-2.stacks"}
+    of_program = {"log", "jsonl", "stacks", "box.bak", "profile.json"}
+    for name in written | of_program:
+        (tmp_path / f"rank_00000.{name}").write_text("")
+    set_aside(tmp_path, "rank_00000")
+    moved = {path.name.removeprefix("rank_00000.") for path in (tmp_path / "earlier" / "0001").iterdir()}
+    assert moved == written
+    assert {path.name for path in tmp_path.iterdir()} == {"earlier", *(f"rank_00000.{name}" for name in of_program)}
+
+
 def test_files_of_others_are_not_moved_aside(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "rec", tmp_path / "elsewhere"
     folder.mkdir()
