@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan_ckpt.debug.incident.frames import user_frame
-from titan_ckpt.debug.incident.kinds import DumpKind, VerdictKind
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run, Verdict
 
 _QUARTER_S = 900.0
@@ -16,7 +16,8 @@ _QUARTER_S = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Ranks with the same operation pending; `since_ns` is when the first of them issued it (0: unknown)."""
+    """Ranks with the same operation pending; `since_ns` is when the first of them issued it (0: unknown), by the clocks that do
+    not differ."""
 
     ranks: tuple[int, ...]
     operation: Operation
@@ -68,7 +69,8 @@ def waits(run: Run) -> list[Wait]:
 def _wait(run: Run, ranks: list[int], rows: dict[int, int]) -> Wait:
     operation = run.operation(ranks[0], rows[ranks[0]])
     frame = user_frame(operation.frames, run.wrappers)
-    created = [int(run.ranks[rank].operations["created_ns"][rows[rank]]) for rank in ranks]
+    true_clocks = set(ranks) - _skewed(run)
+    created = [int(run.ranks[rank].operations["created_ns"][rows[rank]]) for rank in true_clocks]
     return Wait(
         ranks=tuple(ranks), operation=operation, file=frame.file if frame else "", line=frame.line if frame else 0,
         since_ns=min((time for time in created if time > 0), default=0),
@@ -80,10 +82,15 @@ def began_ns(run: Run) -> int:
     return max((wait.since_ns for wait in waits(run)), default=0)
 
 
+def _skewed(run: Run) -> set[int]:
+    """The ranks whose clocks differ from the others'."""
+    return {rank for flag in run.flags if flag.flag == FlagKind.CLOCK_SKEW for rank in flag.ranks}
+
+
 def stopped_s(run: Run, top: Verdict, began_ns: int) -> float:
     """When the job stopped going on, in seconds since the epoch: at `began_ns`, as the function of that name finds it; where
-    nothing waits, at the end of the rank that died. 0 if that is not known, or if the job was only slow."""
-    if top.verdict == VerdictKind.STRAGGLER:
+    nothing waits, at the end of the rank that died. 0 if that is not known, or if the job was only slow or runs."""
+    if top.verdict in (VerdictKind.STRAGGLER, VerdictKind.RUNNING):
         return 0.0
     dead = run.ranks.get(top.culprits[0]) if top.culprits and top.verdict == VerdictKind.RANK_DIED else None
     if began_ns or dead is None:
@@ -117,18 +124,21 @@ def looked_at_ns(record: RankRecord) -> int:
 
 def last_sign_ns(run: Run) -> int:
     """The newest moment that any rank recorded: its recorder's last tick, when an operation was issued, started or ended, or the
-    newest line of its log; 0 if unknown. The time of a file is none: a copy has another."""
-    beats = [record.heartbeat.alive_ns for record in run.ranks.values() if record.heartbeat is not None]
-    logged_s = max((r.log.last_time_s for r in run.ranks.values() if r.log and r.log.last_time_s), default=0.0)
+    newest line of its log; 0 if unknown. The time of a file is none: a copy has another. A rank whose clock differs does not
+    count."""
+    skewed = _skewed(run)
+    records = [record for rank, record in run.ranks.items() if rank not in skewed]
+    beats = [record.heartbeat.alive_ns for record in records if record.heartbeat is not None]
+    logged_s = max((r.log.last_time_s for r in records if r.log and r.log.last_time_s), default=0.0)
     line_ns = int((logged_s - logs_ahead_s(run)) * 1e9) if logged_s else 0
-    return max([*beats, line_ns, _newest_ns(run)])
+    return max([*beats, line_ns, _newest_ns(records)])
 
 
-def _newest_ns(run: Run) -> int:
+def _newest_ns(records: Iterable[RankRecord]) -> int:
     """When the newest operation was issued, started or ended; 0 if unknown."""
     columns = (
         record.operations[name]
-        for record in run.ranks.values()
+        for record in records
         for name in ("created_ns", "started_ns", "completed_ns")
         if len(record.operations)
     )
@@ -141,7 +151,7 @@ def logs_ahead_s(run: Run) -> float:
     steps = [
         max(record.log.step_times.values()) for record in run.ranks.values() if record.log and record.log.step_times
     ]
-    newest_ns = _newest_ns(run)
+    newest_ns = _newest_ns(run.ranks.values())
     return round((max(steps) - newest_ns / 1e9) / _QUARTER_S) * _QUARTER_S if steps and newest_ns else 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,6 +76,7 @@ class RunEvidence:
     has_notes_only: bool = False  # nothing else was found: a page into which somebody pasted logs is evidence
     recorded_ranks: int = 0
     started_s: float | None = None  # when the first recorder started, by the clock of logs (local time)
+    until_s: float = math.inf  # when that of the next incident did
     boxes: BoxReader = field(init=False)
     texts: list[JobText] = field(default_factory=list)
     job_log: RankLog | None = None

@@ -6,10 +6,16 @@ have not started again, or that the newest attempt does not have; and folders of
 
 from __future__ import annotations
 
+import math
+
 from titan_ckpt.debug.incident.kinds import FlagKind
 from titan_ckpt.debug.incident.records import Array, Dump, Flag
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
-from titan_ckpt.debug.read.recorder_files import Sidecar
+from titan_ckpt.debug.read.discovery import IncidentFolders
+from titan_ckpt.debug.read.recorder_files import Sidecar, read_sidecar
+from titan_ckpt.errors import CheckpointError, StoreError
+from titan_ckpt.parsing.json_values import JsonValue, parse_json
+from titan_ckpt.store.base import Store
 
 LEAST_AGE_S = 1.0  # a file's time may be that coarse
 ERROR_FILE, EXCEPTION = ".error.json", "exception"
@@ -35,6 +41,21 @@ def keep_newest_attempt(evidence: RunEvidence) -> None:
         evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=missing))
     for found in evidence.ranks.values():
         _drop_older(found)
+
+
+def next_began_s(store: Store, place: IncidentFolders) -> float:
+    """When the first recorder of the incident after this one started, by the clock of logs: they go on with it; inf if none."""
+    later = place.incidents[place.incidents.index(place.incident) + 1 :] if place.incident in place.incidents else ()
+    above = place.folders[0].removesuffix(place.incident) if place.folders else ""
+    for entry in (entry for name in later for entry in store.list(f"{above}{name}")):
+        if entry.path.endswith(".sidecar.json"):
+            try:
+                started_s = read_sidecar(JsonValue(parse_json(store.read(entry.path), entry.path), entry.path)).started_s
+            except (CheckpointError, StoreError):  # it becomes a flag where it is read
+                continue
+            if started_s is not None:
+                return started_s
+    return math.inf
 
 
 def _is_of_earlier(found: RankEvidence, newest: Sidecar) -> bool:

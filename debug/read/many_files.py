@@ -99,16 +99,23 @@ def _prepare(evidence: RunEvidence, read: Read) -> None:
 def _read_share(files: Sequence[EvidenceFile]) -> _Part:
     assert _work is not None
     whole, read = _work
-    own = RunEvidence(store=whole.store, recorded_ranks=whole.recorded_ranks, started_s=whole.started_s)
+    own = _alike(whole)
     again = []
     for file in files:
-        found = RunEvidence(store=whole.store, recorded_ranks=whole.recorded_ranks, started_s=whole.started_s)
+        found = _alike(whole)
         read(found, file)
         if _is_text(found):
             _join(own, _part(found))
         else:
             again.append(file)
     return _part(own, again, size_bytes=sum(file.size_bytes for file in files if file not in again))
+
+
+def _alike(whole: RunEvidence) -> RunEvidence:
+    """With nothing read yet, of the same run."""
+    return RunEvidence(
+        store=whole.store, recorded_ranks=whole.recorded_ranks, started_s=whole.started_s, until_s=whole.until_s
+    )
 
 
 def _is_text(found: RunEvidence) -> bool:

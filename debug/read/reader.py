@@ -20,7 +20,7 @@ from titan_ckpt.debug.incident.records import (
 )
 from titan_ckpt.debug.read.archives.unpack import is_archive, to_unpack, unpacked_archives
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence, assemble
-from titan_ckpt.debug.read.attempts import keep_newest_attempt
+from titan_ckpt.debug.read.attempts import keep_newest_attempt, next_began_s
 from titan_ckpt.debug.read.black_boxes import BlackBox, RawBox
 from titan_ckpt.debug.read.discovery import (
     TEXT_ENDINGS,
@@ -122,6 +122,7 @@ def _read_run(
     *,
     on_read: OnRead | None = None,
 ) -> Run:
+    evidence.until_s = next_began_s(evidence.store, place)
     with no_gc():
         keep = _operations_per_box(found)
         tails = [file for file in found if keep and file.path.endswith(".box")]

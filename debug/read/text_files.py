@@ -27,6 +27,7 @@ from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
 from titan_ckpt.debug.read.text.nccl_calls import told_by
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.labels import Writer
+from titan_ckpt.debug.read.text.writers.of_run import OfRun
 from titan_ckpt.parsing.unpacking import PACKED
 
 STREAMED_BYTES = 4 << 20
@@ -207,7 +208,7 @@ def _take_log(
         scope=file.host_folder or file.path,
         default=_writer(file),
         year=datetime.fromtimestamp(max(0.0, min(file.modified_s, 4e9)), UTC).year,
-        since_s=None if evidence.started_s is None else evidence.started_s - SLACK_S,
+        of_run=OfRun(since_s=evidence.started_s - SLACK_S, until_s=evidence.until_s) if evidence.started_s else OfRun(),
     )
     read_text(text, chunks)
     if not text.num_lines and file.host_folder and "stderr" in name:

@@ -191,6 +191,36 @@ def test_a_killed_rank_is_named_and_not_the_one_that_noticed(tmp_path: Path, cac
 
 
 @pytest.mark.dist
+def test_restarted_ranks_find_each_other_and_go_on(tmp_path: Path, cache: str) -> None:
+    """Both ranks are lost once; the errors of these attempts are not those of the last one, which is stopped."""
+    run, sets = tmp_path / "run", ("mesh.dp_shard=2", "train.steps=100000", "save.every=2")
+    job = _start([*train_arguments(cache, run, *sets), "--restarts", "2"], tmp_path)
+    for attempt, lost in enumerate((1, 0)):
+        _wait_for(_is_in_attempt(run, attempt), job)
+        sidecar = max((run / "debug").glob(f"*/rank_{lost:05d}.sidecar.json"))
+        os.kill(json.loads(sidecar.read_text())["pid"], signal.SIGKILL)
+    _wait_for(_is_in_attempt(run, 2), job)
+    job.terminate()
+    assert job.wait(LIMIT_S) == 130, (tmp_path / "stderr").read_text()
+    steps = [record["step"] for record in read_events(run, "step")]
+    assert sorted(set(steps)) == list(range(1, max(steps) + 1))
+    assert len(steps) - len(set(steps)) <= 2 * 2  # repeated: at most what was not yet saved, twice
+
+
+def _is_in_attempt(run: Path, attempt: int) -> Callable[[], bool]:
+    """Whether so many attempts came before this one, and it has saved a step of its own."""
+
+    def condition() -> bool:
+        if not (run / "logs" / "metrics.jsonl").exists():
+            return False
+        starts, steps = read_events(run, "start"), read_events(run, "step")
+        own = [record["step"] for record in steps if record["time_s"] > starts[-1]["time_s"]] if starts else []
+        return len(starts) == attempt + 1 and len(own) > 4
+
+    return condition
+
+
+@pytest.mark.dist
 def test_torchrun_shows_a_ranks_error_in_its_summary(tmp_path: Path) -> None:
     """Each rank says one line and exits with its own code; torchrun has its own code, 1, and a traceback of its own."""
     job = [

@@ -51,7 +51,7 @@ from titan_ckpt.trainer.job.resume import (
 from titan_ckpt.trainer.job.stop_signals import StopCode, StopRequest
 from titan_ckpt.trainer.job.validation import Prepared, Validation, batches_of, validation_sets
 from titan_ckpt.trainer.launch.compile_cache import CompileCache
-from titan_ckpt.trainer.launch.launch import StoppedError, is_launched_here, launched_at_s, write_error
+from titan_ckpt.trainer.launch.launch import StoppedError, clear_error, is_launched_here, launched_at_s, write_error
 from titan_ckpt.trainer.model.lora import adapters_of, add_adapters, start_adapters
 from titan_ckpt.trainer.model.plan import Plan, plan_of, routers_of
 from titan_ckpt.trainer.parallel.optimizer import Optimizer, build_optimizer
@@ -81,6 +81,7 @@ def run_rank(config: TrainConfig, process: RankProcess) -> Outcome:
         device=pick_device(config.train.device, process.local_rank),
         folder=run_folder(config.log.folder, config.save.url),
     )
+    clear_error(context.folder, process.rank)
     path = context.folder.log(process.rank)
     with RankLogging(path, rank=process.rank, mesh=context.mesh, has_bar=config.log.progress) as logging_:
         try:

@@ -69,6 +69,10 @@ class RankError:
         return (2 if is_symptom else 0 if self.is_ours else 1), self.time_s
 
 
+# torch 2.13: else ranks that are started again share the store of those before them, and gloo connects to addresses of these.
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
 class RanksFailedError(TitanError):
     """A rank failed; the message is that rank's error."""
 
@@ -165,6 +169,7 @@ def _environment_of_ranks(nproc: int, launched_s: float) -> Iterator[None]:
     before = dict(os.environ)
     os.environ[LAUNCHED] = str(launched_s)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    os.environ[NEW_STORE] = "1"
     try:
         yield
     finally:
@@ -274,7 +279,13 @@ def _read_error(path: str, name: str) -> RankError:
 
 def _clear_errors(folder: RunFolder) -> None:
     for error in read_errors(folder):
-        os.unlink(folder.error(error.rank))
+        clear_error(folder, error.rank)
+
+
+def clear_error(folder: RunFolder, rank: int) -> None:
+    """Remove the error that an earlier attempt of this rank wrote."""
+    with suppress(FileNotFoundError):
+        os.unlink(folder.error(rank))
 
 
 def _explain(failed: ChildFailedError, folder: RunFolder) -> TitanError:

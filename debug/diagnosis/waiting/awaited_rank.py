@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_elsewhere, operation_waited_for
-from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, shortest_chain
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, row_of, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import abort_stack, crash_frame, user_frame
@@ -263,9 +263,11 @@ def is_silent(run: Run, beat: Heartbeat) -> bool:
 
 
 def without_end(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """Ranks that left no end of their process when all others had ended in order: by os._exit, or by a signal."""
+    """Ranks that left no end of their process when all others had ended: by os._exit, or by a signal. One that waited, too, was
+    lost where its peers say that connections closed."""
     for rank, state in states.items():
-        if state.kind in (RankState.UNKNOWN, RankState.SILENT) and left_no_end(run, rank):
+        is_idle = state.kind in (RankState.UNKNOWN, RankState.SILENT)
+        if (is_idle and left_no_end(run, rank)) or ((is_idle or state.kind.is_waiting) and _was_lost(run, rank)):
             text = "its recorder left no end of the process, all others did: os._exit, or a signal, ended it"
             evidence = (Evidence(text=text, rank=rank), *state.evidence)
             gone = replace(
@@ -285,6 +287,20 @@ def left_no_end(run: Run, rank: int) -> bool:
     if not ends or any(waited_at_the_end(one) and not has_end(one) for one in run.ranks.values()):
         return False
     return record.heartbeat.alive_ns <= min(ends) and is_silent(run, record.heartbeat)
+
+
+def _was_lost(run: Run, rank: int) -> bool:
+    """Whether a recorder left no end of its process and ticked no longer than those that did, which are more; and these ended of
+    connections that closed, or were told to end."""
+    without = {number for number, one in run.ranks.items() if not has_end(one)}
+    beat = run.ranks[rank].heartbeat
+    ends = [one.heartbeat.alive_ns for number, one in run.ranks.items() if number not in without and one.heartbeat]
+    if beat is None or rank not in without or 2 * len(without) > len(run.ranks) or len(ends) + len(without) < len(run.ranks):
+        return False
+    closed = set(saw_peers_close(run))
+    is_by_connections = bool(closed - without) and not closed & without and not saw_timeouts(run)
+    is_quiet = beat.alive_ns <= min(ends) and is_silent(run, beat) and not run.ranks[rank].process_state
+    return is_by_connections and is_quiet and not has_other_death(run, rank)
 
 
 def _ticks_stopped(stopped_s: float, *, is_closed: bool, is_open: bool) -> _Reason:
@@ -341,7 +357,12 @@ def _waiting(
     number = f"{'after ' * edge.is_after}#{edge.seq}"
     op = operation_waited_for(run, edge) or _call(edge, chain, states) or "a collective"
     kind = states[edge.waiter].kind  # a receive that waits for the same rank is another operation
-    more = sum(awaited == chain[0][1] and states[waiter].kind == kind for waiter, awaited in chain) - 1
+    is_held = row_of(run, edge) is not None
+    more = -1 + sum(
+        awaited == chain[0][1] and states[waiter].kind == kind
+        and (not is_held or row_of(run, replace(edge, waiter=waiter)) is not None)
+        for waiter, awaited in chain
+    )  # fmt: skip
     others = " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)" if more else ""
     return [
         Evidence.at(

@@ -17,6 +17,7 @@ from titan_ckpt.debug.read.text.writers.caught import Caught, mark
 from titan_ckpt.debug.read.text.writers.introductions import ON_HOST, STARTED, introduction, listening_rank
 from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
+from titan_ckpt.debug.read.text.writers.of_run import OfRun
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
 from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
 
@@ -34,7 +35,7 @@ class JobText:
     scope: str
     default: Writer = NOBODY
     year: int = 1970
-    since_s: float | None = None
+    of_run: OfRun = field(default_factory=OfRun)
     writers: dict[Writer, Stream] = field(default_factory=dict)
     links: dict[Writer, int] = field(default_factory=dict)
     nodes: dict[Writer, int] = field(default_factory=dict)
@@ -51,7 +52,6 @@ class JobText:
     nccl: NcclCalls = field(init=False)
     introduced: int | None = None  # the rank that said first who it is
     recorded: set[int] = field(default_factory=set)  # the ranks whose recorder said here where it listens
-    _old: dict[Writer, bool] = field(default_factory=dict)
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _prefixes: OwnPrefixes = field(default_factory=OwnPrefixes)
     _records: LogRecords = field(default_factory=LogRecords)
@@ -96,7 +96,7 @@ class JobText:
         writer = ("prefix", own, 0) if own and writer == NOBODY else writer
         if own and _NO_ERROR.search(own):
             return  # the traceback of a warning: the program went on
-        if self.since_s is not None and self._is_old(writer, line.time_s):
+        if self.of_run.is_other(writer, line.time_s, self.writers):
             return
         if line.is_nccl and "anks" in line.text:
             self.nccl.take(writer, number, line.text, line.task)
@@ -238,17 +238,6 @@ class JobText:
             is_record = writer[0] == "rank" and line.text.find(TRACEBACK) > 0
             self._quoted = writer if is_record else None
         return writer if self._quoted is None or writer[0] in ("rank", "pid") else self._quoted
-
-    def _is_old(self, writer: Writer, time_s: float | None) -> bool:
-        """Whether a line was written before the run in question: a log that is appended to, restart after restart."""
-        assert self.since_s is not None
-        was_old = self._old.get(writer, False)
-        if time_s is not None:
-            is_old = self._old[writer] = time_s < self.since_s
-            if writer in self.writers and (is_old or was_old):
-                self.writers[writer].restart()
-            return is_old
-        return self._old.get(writer, False)
 
 
 _NO_ERROR = re.compile(r"\bWARN(?:ING)?\b")
