@@ -18,6 +18,8 @@ from titan_ckpt.tui.data.runs import NO_RESUME, RunSteps
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
 LIVE_S, _RECENT_S = 30.0, 3600.0
+# For how long after its last tick a process may write more: one without an end, one whose recorder has stopped.
+_OPEN_S, _CLOSED_S = 600.0, 20.0
 _HELD_S = 600.0  # for how long after its last tick the kernel is asked about a process
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
 _SURE = "confidence "
@@ -105,6 +107,17 @@ def may_go_on(incident: Incident, now_s: float) -> bool:
     is_over = run.launcher is not None and run.launcher.code is not None
     is_over |= all(has_ended(record) for record in run.ranks.values())
     return not is_over and now_s - incident.last_sign_ns / 1e9 < _RECENT_S
+
+
+def is_unsettled(incident: Incident, now_s: float) -> bool:
+    """Whether another look may tell more: a hung job writes no file, and its black boxes change where no listing shows it. Its
+    launcher writes later how ranks that are gone ended, and a process its exit status after its recorder has stopped."""
+    open_ends = (record.heartbeat for record in incident.run.ranks.values() if record.exit is None)
+    return any(
+        beat is not None
+        and now_s - beat.alive_ns / 1e9 < (_CLOSED_S if beat.is_stopped and not beat.is_leaving else _OPEN_S)
+        for beat in open_ends
+    )
 
 
 def newest_of(live: Sequence[Heartbeat]) -> Heartbeat:

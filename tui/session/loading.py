@@ -19,12 +19,11 @@ from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.run_folders import load_runs
 from titan_ckpt.tui.data.runs import find_damage, load_others, load_steps
-from titan_ckpt.tui.data.standing import ticking
+from titan_ckpt.tui.data.standing import is_unsettled, ticking
 from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
-GONE_S = 600.0
 LEAST_REST = 1.0  # seconds of rest for each second that a look took
 
 
@@ -106,14 +105,9 @@ class SessionLoader:
             self._load(s.metrics, lambda: load_metrics(content.store, content.metrics))
 
     def _may_go_on(self) -> bool:
-        """Whether the job may live: a hung one writes no file, and its black boxes change where no listing shows it. Or whether
-        its launcher may, which writes how ranks that are gone ended."""
+        """Whether another look may tell more of the job."""
         incident = self._session.incident.value
-        if incident is None:
-            return False
-        open_ends = (record.heartbeat for record in incident.run.ranks.values() if record.exit is None)
-        now_s = self._session.clock()
-        return any(beat and not beat.is_stopped and now_s - beat.alive_ns / 1e9 < GONE_S for beat in open_ends)
+        return incident is not None and is_unsettled(incident, self._session.clock())
 
     def _load_incident(self, content: Content) -> None:
         """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""
