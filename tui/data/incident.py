@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -361,10 +361,17 @@ def _own_errors(record: RankRecord) -> list[LogEvent]:
     ]
 
 
-def state_counts(incident: Incident) -> list[tuple[RankState, int]]:
-    """(kind, number of ranks), worst first."""
-    counts = Counter(state.kind for state in incident.states.values())
-    return [(kind, counts[kind]) for kind in SITUATIONS if counts[kind]]
+def activities(incident: Incident) -> Iterator[tuple[RankState, str, list[int]]]:
+    """(kind, what they do, ranks), worst first; those that have ended apart: they did it."""
+    alike: dict[tuple[RankState, bool], list[int]] = {}
+    for rank, state in incident.states.items():
+        is_over = state.kind not in _NO_ACTIVITY and incident.is_past((rank,))
+        alike.setdefault((state.kind, is_over), []).append(rank)
+    for kind, is_over in sorted(alike, key=lambda each: (list(SITUATIONS).index(each[0]), each[1])):
+        ranks = alike[kind, is_over]
+        doing = {incident.doing(rank) for rank in ranks}
+        was = "was " if is_over and not incident.is_slow else ""
+        yield kind, doing.pop() if len(doing) == 1 else f"{was}{SITUATIONS[kind].label}", ranks
 
 
 def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:

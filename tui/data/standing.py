@@ -9,7 +9,7 @@ from signal import Signals
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.diagnosis.rank_death import signal_of
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
+from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, AlarmKind, alarms
 from titan_ckpt.debug.report.facts import moment
@@ -78,12 +78,18 @@ def _forms(fact: str) -> tuple[str, ...]:
 
 
 def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
-    """The heartbeats of the ranks that have one and whose processes are not known to have ended."""
+    """The heartbeats of the ranks that have one and that are not known to have ended, or to be dead."""
     return {
         rank: record.heartbeat
         for rank, record in incident.run.ranks.items()
-        if record.heartbeat is not None and not has_ended(record)
+        if record.heartbeat is not None and not has_ended(record) and not _is_dead(incident, rank)
     }
+
+
+def _is_dead(incident: Incident, rank: int) -> bool:
+    """Whether the ranks by state show a rank as dead: its last tick may be of this second all the same."""
+    state = incident.states.get(rank)
+    return state is not None and state.kind == RankState.DEAD
 
 
 def ticking(incident: Incident, now_s: float) -> list[Heartbeat]:
@@ -134,7 +140,12 @@ def step_text(incident: Incident, newest: Heartbeat) -> str:
 
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
-    gone = tuple(rank for rank, record in incident.run.ranks.items() if record.is_gone and record.exit is None)
+    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT  # else the verdict says who is dead
+    gone = tuple(
+        rank
+        for rank, record in incident.run.ranks.items()
+        if record.exit is None and (record.is_gone or (is_calm and _is_dead(incident, rank)))
+    )
     which = (
         f"the process{' of' if len(gone) == 1 else 'es of'} {rank_list(gone)} {'is' if len(gone) == 1 else 'are'} gone"
     )

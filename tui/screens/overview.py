@@ -11,7 +11,7 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
 from titan_ckpt.debug.report.facts import commands, ended, stopped
 from titan_ckpt.location import redact
-from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, state_counts, strip_cells
+from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, activities, strip_cells
 from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE
 from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, step_text, ticking
 from titan_ckpt.tui.pictures.details import link_rows
@@ -249,12 +249,10 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
         culprits = incident.top.culprits
         yield row((f"  {CULPRIT} ", Role.BAD), "at fault: ", (ranks_named(culprits, 8), Role.BAD),
                   link=RowLink(screen=6, rank=culprits[0]))  # fmt: skip
-    for kind, count in state_counts(incident):
+    for kind, doing, ranks in activities(incident):
         glyph = SITUATIONS[kind]
-        ranks = [rank for rank, state in incident.states.items() if state.kind == kind]
-        doing = {incident.doing(rank) for rank in ranks}
-        named = ranks_named(ranks) if count == 1 else f"{counted(count, 'rank')} ({ranks_text(ranks, 8)})"
-        yield row((f"  {glyph.char} ", glyph.role), f"{doing.pop() if len(doing) == 1 else glyph.label}: ", (named, Role.DIM),
+        named = ranks_named(ranks) if len(ranks) == 1 else f"{counted(len(ranks), 'rank')} ({ranks_text(ranks, 8)})"
+        yield row((f"  {glyph.char} ", glyph.role), f"{doing}: ", (named, Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
     yield from _exit_rows(incident, width)
 

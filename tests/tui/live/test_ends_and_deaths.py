@@ -10,12 +10,13 @@ import pytest
 
 from tests.support.screen_pictures import screen_text
 from tests.tui.test_story import NOW_S, live
-from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import Verdict
+from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.records import Situation, Verdict
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.data.standing import is_unsettled
+from titan_ckpt.tui.data.standing import is_unsettled, standing
+from titan_ckpt.tui.screens.overview import live_rows, ranks_rows
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
 
@@ -58,3 +59,25 @@ async def test_the_end_is_looked_at_until_it_is_settled(skip: Incident, monkeypa
     assert is_unsettled(leaving, NOW_S + 60)
     assert not is_unsettled(ended, NOW_S + 60)
     assert not is_unsettled(leaving, NOW_S + 3600)
+
+
+def test_a_rank_that_is_shown_as_dead_is_not_counted_as_alive(skip: Incident) -> None:
+    """Its last tick is of this second: what its peers tell of it is newer."""
+    states = {**skip.states, 1: Situation(rank=1, kind=RankState.DEAD)}
+    died = Verdict(verdict=VerdictKind.RANK_DIED, culprits=(1,), confidence=0.7)
+    for top, former in ((None, None), (died, None), (died, died)):
+        seen = replace(live(skip, top), states=states).confirmed_by(former and live(skip, former))
+        first, *others = [line.text for line in live_rows(seen, NOW_S, 100)]
+        assert "3 of 4 ranks alive" in first
+        assert ("GONE: the process of rank 1 is gone" in others) == seen.is_unconfirmed
+        assert standing(seen, NOW_S).word == ("GONE" if seen.is_unconfirmed else "RANK_DIED")
+
+
+def test_ranks_that_are_gone_are_told_from_those_that_still_wait(skip: Incident) -> None:
+    seen = live(skip)
+    waiting = Situation(rank=0, kind=RankState.IN_COLLECTIVE)
+    states = {rank: replace(waiting, rank=rank) for rank in seen.run.ranks}
+    ranks = {rank: replace(record, is_gone=rank in (0, 3)) for rank, record in seen.run.ranks.items()}
+    half = replace(seen, states=states, run=replace(seen.run, ranks=ranks))
+    lines = [line.text.strip() for line in ranks_rows(half, 80)]
+    assert lines[-2:] == ["w in a collective: 2 ranks (1-2)", "w was in a collective: 2 ranks (0,3)"]
