@@ -26,16 +26,7 @@ from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
-from titan_ckpt.tui.data.grid import (
-    DONE,
-    ENDED,
-    FAILED,
-    GLYPHS,
-    PENDING,
-    RUNNING,
-    failed_rows,
-    newest_late,
-)
+from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, failed_rows, newest_late
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -337,6 +328,16 @@ def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:
     signature = lane.signature.astype(np.int32)
     signature[odd, top.seq - lane.first_seq] = len(lane.codes) + np.arange(len(odd))
     return replace(lane, signature=signature, codes=np.append(lane.codes, np.zeros(len(odd), np.int64)))
+
+
+def log_ranks(run: Run) -> dict[str, int]:
+    """The rank of each log that is one rank's alone, by path."""
+    shared = {log.source for log in (run.job_log, run.launcher) if log is not None}
+    ranks: dict[str, list[int]] = {}
+    for rank, record in run.ranks.items():
+        if record.log is not None and record.log.source not in shared:
+            ranks.setdefault(record.log.source, []).append(rank)
+    return {source: found[0] for source, found in ranks.items() if len(found) == 1}
 
 
 def first_error(incident: Incident) -> LogEvent | None:

@@ -35,6 +35,12 @@ class LogFiles:
         self._open: OrderedDict[int, int] = OrderedDict()
         self._lock = threading.RLock()
         self._is_closed = False
+        self.told: dict[str, int] = {}  # ranks of files whose names tell none, by path
+
+    def rank(self, index: int) -> int | None:
+        """The rank whose log a file is: by its name, else as the evidence told."""
+        file = self.files[index]
+        return self.told.get(file.path) if file.rank is None else file.rank
 
     def read(self, index: int, start: int, length: int) -> bytes:
         """Up to `length` bytes of a file from `start`."""

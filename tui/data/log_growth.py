@@ -11,7 +11,7 @@ from titan_ckpt.tui.data.arrays import Ints, LineMask
 from titan_ckpt.tui.data.content import LogFile
 from titan_ckpt.tui.data.log_files import LogFiles
 from titan_ckpt.tui.data.log_index import NOTHING, Growth, LogIndex, Positions, index_file, starts_line
-from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, with_year, year_of
+from titan_ckpt.tui.data.log_lines import TRACE, UNKNOWN_TIME, Lines, filled, with_year, year_of
 
 
 def grown_files(before: tuple[LogFile, ...], now: tuple[LogFile, ...]) -> tuple[LogFile, ...] | None:
@@ -47,9 +47,16 @@ def grow(former: LogIndex, files: LogFiles, now: tuple[LogFile, ...]) -> LogInde
 
 
 def _resume(former: LogIndex, file: int) -> tuple[int, int]:
-    """(number of lines to keep, first byte to read): the last line may have been incomplete."""
-    count = int(former.base[file + 1] - former.base[file])
-    return (count - 1, int(former.start[former.base[file + 1] - 1])) if count else (0, 0)
+    """(number of lines to keep, first byte to read): the last line may have been incomplete, or its traceback."""
+    first, stop = int(former.base[file]), int(former.base[file + 1])
+    if first == stop:
+        return 0, 0
+    line = last = stop - 1
+    while line > first and former.level[line - 1] == TRACE:
+        line -= 1
+    if line > first and (line < last or former.level[last] == TRACE):
+        line -= 1  # the head of the traceback
+    return line - first, int(former.start[line])
 
 
 def _with_tails(former: LogIndex, kept: Ints, end: Ints, tails: dict[int, Lines]) -> LogIndex | None:
@@ -115,7 +122,8 @@ def moved(growth: Growth, base: Ints, view: Positions) -> Positions:
     shift = (base[:-1] - growth.base[:-1]).astype(np.int32)
     lengths = np.diff(growth.base)
     stays = np.ones(int(growth.base[-1]), np.bool_)
-    stays[growth.base[1:][growth.kept < lengths] - 1] = False
+    for file in np.flatnonzero(growth.kept < lengths):
+        stays[growth.base[file] + growth.kept[file] : growth.base[file + 1]] = False
     places = np.arange(len(stays), dtype=np.int32) + np.repeat(shift, lengths)
     return places[view] if stays.all() else places[view[stays[view]]]
 

@@ -90,7 +90,7 @@ class LogIndex:
         is_last = line + 1 >= int(self.base[file + 1])
         length = MAX_LINE_BYTES if is_last else min(MAX_LINE_BYTES, int(self.start[line + 1]) - start)
         return LogLine(
-            file=file, rank=self.files.files[file].rank, text=self._text(file, line, start, length),
+            file=file, rank=self.files.rank(file), text=self._text(file, line, start, length),
             time_ms=self.first_ms + int(self.time_ms[line]), level=int(self.level[line]),
         )  # fmt: skip
 
@@ -244,8 +244,8 @@ def cheap_mask(index: LogIndex, wanted: LogFilter) -> LineMask:
     mask = np.ones(len(index), np.bool_)
     if wanted.ranks is not None:
         ranks = set(wanted.ranks)
-        for i, file in enumerate(index.files.files):
-            if file.rank not in ranks:
+        for i in range(len(index.files.files)):
+            if index.files.rank(i) not in ranks:
                 mask[int(index.base[i]) : int(index.base[i + 1])] = False
     if wanted.level:
         mask &= index.level >= wanted.level

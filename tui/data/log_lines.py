@@ -12,11 +12,12 @@ import numpy.typing as npt
 
 from titan_ckpt.tui.data.arrays import ByteArray, Ints
 
-DEBUG, INFO, WARNING, ERROR = range(4)
+DEBUG, INFO, WARNING, ERROR, TRACE = range(5)  # TRACE: a line of a traceback before its last, which is an ERROR
+_TRACEBACK, _MOST_TRACE_LINES = b"Traceback (most", 400
 LEVELS = ("debug", "info", "warning", "error")
 _WORDS = (
     (b"DEBUG", DEBUG), (b"WARN", WARNING), (b"ERROR", ERROR), (b"CRITICAL", ERROR), (b"FATAL", ERROR),
-    (b"Traceback (most", ERROR), (b"Fatal Python error", ERROR),
+    (_TRACEBACK, ERROR), (b"Fatal Python error", ERROR),
 )  # fmt: skip
 UNKNOWN_TIME = -1
 DAY_MS = 86_400_000
@@ -72,6 +73,8 @@ def scan(data: bytes, offset: int = 0) -> Lines:
     for stamp in (FULL, YEARLESS):
         _read_times(data, raw, start, stamp, times)
     _mark_letters(data, raw, start, times, level)
+    for place in _places(data, _TRACEBACK) if len(start) else []:
+        _mark_traceback(data, start, place, level)
     return Lines(start=start + offset, time_ms=times, level=level)
 
 
@@ -83,6 +86,29 @@ def _levels(data: bytes, start: Ints) -> ByteArray:
             lines = np.searchsorted(start, np.array(places, np.int64), side="right") - 1
             level[lines] = np.maximum(level[lines], value) if value > INFO else np.minimum(level[lines], value)
     return level
+
+
+def _mark_traceback(data: bytes, start: Ints, place: int, level: ByteArray) -> None:
+    """Mark the indented lines after the head of a traceback, and the exception on its last line, whatever its name.
+
+    What stands before the head, such as `[rank0]: `, stands before all of its lines, or before the head alone."""
+    head = int(np.searchsorted(start, place, side="right")) - 1
+    before = _without_digits(data[start[head] : place])
+    is_everywhere: bool | None = None
+    for line in range(head + 1, min(head + _MOST_TRACE_LINES, len(start))):
+        at = int(start[line])
+        has_it = _without_digits(data[at : at + len(before)]) == before
+        at += len(before) if has_it else 0
+        if data[at : at + 1] in (b" ", b"\t"):
+            level[line], is_everywhere = TRACE, has_it
+        elif has_it or is_everywhere is False:
+            level[line] = ERROR
+            return
+
+
+def _without_digits(text: bytes) -> bytes:
+    """Times differ from line to line; the number after `rank` does not."""
+    return re.sub(rb"(?<![A-Za-z0-9])\d+", lambda found: b"0" * len(found[0]), text)
 
 
 def _mark_letters(data: bytes, raw: ByteArray, start: Ints, times: Ints, level: ByteArray) -> None:

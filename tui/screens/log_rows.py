@@ -12,10 +12,10 @@ from titan_ckpt.debug.incident.records import RankLog
 from titan_ckpt.debug.incident.waits import logs_ahead_s
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
-from titan_ckpt.tui.data.log_lines import ERROR, WARNING
+from titan_ckpt.tui.data.log_lines import ERROR, TRACE, WARNING
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_text, row
 
-ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD}
+ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD, TRACE: Role.PLAIN}
 _SCAN_LINES = 1 << 16
 _AT_ONE_TIME = 256  # lines of one millisecond that are looked at
 _AFTER_MS = 1000  # a rank may log on for so long after another one began to wait
@@ -84,7 +84,7 @@ class LogRows:
     def last_of(self, rank: int, until_ms: int | None) -> int | None:
         """The last line in the logs of a rank, at or before a time if there is one."""
         base, index = self.index.base.tolist(), self.index
-        of_rank = [i for i, file in enumerate(index.files.files) if file.rank == rank]
+        of_rank = [i for i in range(len(index.files.files)) if index.files.rank(i) == rank]
         ends = [base[i + 1] - 1 for i in of_rank if base[i + 1] > base[i]]
         if until_ms is not None:
             latest = until_ms - index.first_ms

@@ -54,7 +54,7 @@ class LogsPane(Pane):
         super().__init__(session)
         self._found: LogView | None = None
         self._is_folded = False
-        self._asked: tuple[LogQuery, object] | None = None
+        self._asked: tuple[LogQuery, object, dict[str, int]] | None = None
         self._is_searching = False
         self._anchor_ms: int | None = None
 
@@ -111,7 +111,7 @@ class LogsPane(Pane):
         if query == LogQuery():
             self._asked = self._found = None
             return LogRows(logs, logs.order, {}, self._cause(logs), self._culprits())
-        if self._asked != (query, logs.token):
+        if self._asked != (query, logs.token, logs.files.told):
             self._run_query(logs, query)
         found, before = self._found, self.body.rows
         if found is not None:
@@ -148,7 +148,7 @@ class LogsPane(Pane):
 
     def _run_query(self, logs: LogIndex, query: LogQuery) -> None:
         """Run a query in a thread and show results as they come, until the query changes."""
-        key = self._asked = (query, logs.token)
+        key = self._asked = (query, logs.token, logs.files.told)
         former = self._found if self._found is not None and self._found.query == query else None
         self._found, self._is_searching, app = former, True, self.app
 

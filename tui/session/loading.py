@@ -241,6 +241,7 @@ class SessionLoader:
             part.version += 1
             if after is not None:
                 after()
+            self._session.name_logs()
             self._changed()
 
         def failed(text: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from titan_ckpt.tui.data.content import Content
-from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.incident import Incident, log_ranks
 from titan_ckpt.tui.data.log_index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
 from titan_ckpt.tui.data.run_folders import Runs
@@ -80,6 +80,11 @@ class Session:
         return frozenset(
             number for number, parts in needs.items() if all(p.value is None and not p.is_loading for p in parts)
         )
+
+    def name_logs(self) -> None:
+        """Tell the logs whose they are where only their lines name a rank."""
+        if self.logs.value is not None and self.incident.value is not None:
+            self.logs.value.files.told = log_ranks(self.incident.value.run)
 
     def note_damage(self, found: Mapping[CopyKey, str]) -> None:
         """Keep what a verification found, "" for an intact copy, and mark the listed steps."""

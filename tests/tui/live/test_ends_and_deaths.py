@@ -66,7 +66,7 @@ def test_a_rank_that_is_shown_as_dead_is_not_counted_as_alive(skip: Incident) ->
     states = {**skip.states, 1: Situation(rank=1, kind=RankState.DEAD)}
     died = Verdict(verdict=VerdictKind.RANK_DIED, culprits=(1,), confidence=0.7)
     for top, former in ((None, None), (died, None), (died, died)):
-        seen = replace(live(skip, top), states=states).confirmed_by(former and live(skip, former))
+        seen = replace(live(skip, top), states=states).confirmed_by(None if former is None else live(skip, former))
         first, *others = [line.text for line in live_rows(seen, NOW_S, 100)]
         assert "3 of 4 ranks alive" in first
         assert ("GONE: the process of rank 1 is gone" in others) == seen.is_unconfirmed
