@@ -38,6 +38,7 @@ from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
     left_no_end,
+    lost_ranks,
     stopped_ticking,
     verdict_of,
     without_end,
@@ -155,7 +156,8 @@ def _faults(
     waits += off_rhythm(run, [root for root in ends.sinks if root not in absent], edges, states)
     waits += (deadlock(run, cycle, edges, states) for cycle in ends.cycles)
     yield from beside_the_waits(odd, waits)
-    yield from transport(run, found_lanes)
+    lost = [] if edges or mismatches else [*lost_ranks(run, states)]
+    yield from [named_together(lost)] if len(lost) > 1 else lost or transport(run, found_lanes)
     yield from named_ranks(run, states)
     yield from reported(run, states)
     if not found_lanes:

@@ -104,8 +104,9 @@ def _lost_each_other(waiting: Sequence[int], came: Sequence[int], states: Mappin
     return Verdict(
         verdict=VerdictKind.PG_INIT_HANG, victims=tuple(waiting), op="init_process_group",
         confidence=Basis.INIT_ALL.confidence,
-        headline=f"all ranks came to init_process_group: {rank_list(waiting)} wait in it, {rank_list(came)} failed in it or "
-        "passed it: they do not find each other (address, port, world size, what an earlier attempt left in the store)",
+        headline=f"all ranks came to init_process_group: {rank_list(waiting)} wait{'s' if len(waiting) == 1 else ''} in "
+        f"it, {rank_list(came)} failed in it or passed it: they do not find each other (address, port, world size, what an "
+        "earlier attempt left in the store)",
         evidence=(*other.evidence[:2], *first.evidence[:2]),
         next_steps=(
             "check MASTER_ADDR, MASTER_PORT and WORLD_SIZE on each host",

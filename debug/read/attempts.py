@@ -44,13 +44,17 @@ def keep_newest_attempt(evidence: RunEvidence) -> None:
 
 
 def next_began_s(store: Store, place: IncidentFolders) -> float:
-    """When the first recorder of the incident after this one started, by the clock of logs: they go on with it; inf if none."""
-    later = place.incidents[place.incidents.index(place.incident) + 1 :] if place.incident in place.incidents else ()
-    above = place.folders[0].removesuffix(place.incident) if place.folders else ""
+    """When the first recorder of a run's incident after this one started, by the clock of the logs that they share; inf if there
+    is none."""
+    if not place.incident or len(place.folders) < 2:
+        return math.inf
+    later = place.incidents[place.incidents.index(place.incident) + 1 :]
+    above = place.folders[0].removesuffix(place.incident)
     for entry in (entry for name in later for entry in store.list(f"{above}{name}")):
         if entry.path.endswith(".sidecar.json"):
             try:
-                started_s = read_sidecar(JsonValue(parse_json(store.read(entry.path), entry.path), entry.path)).started_s
+                document = JsonValue(parse_json(store.read(entry.path), entry.path), entry.path)
+                started_s = read_sidecar(document).started_s
             except (CheckpointError, StoreError):  # it becomes a flag where it is read
                 continue
             if started_s is not None:

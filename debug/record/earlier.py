@@ -1,8 +1,8 @@
 """What an earlier recorder of the same rank left in its folder: moved aside, so that attempts stay apart.
 
-A job that is restarted uses its folder again. The recorder's files go to `earlier/0001`, those of the next attempt to `earlier/0002`: each
-rank moves its own, so that the numbers agree where every attempt has every rank. What else lies there, as a program's own log
-that is open or appended to, stays.
+A job that is restarted uses its folder again. The recorder's files go to `earlier/0001`, those of the next attempt to
+`earlier/0002`: each rank moves its own, so that the numbers agree where every attempt has every rank. What else lies there, as a
+program's own log that is open or appended to, stays.
 """
 
 from __future__ import annotations

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.training_runs import (
     FREEZE,
@@ -28,6 +30,7 @@ from tests.support.training_runs import (
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
+from titan_ckpt.trainer.job.rank_process import attempt_store
 from titan_ckpt.trainer.launch.launch import RanksFailedError, launch
 from titan_ckpt.trainer.report.logs import run_folder
 from tools.paths import DEBUG_CONFIG
@@ -205,6 +208,27 @@ def test_restarted_ranks_find_each_other_and_go_on(tmp_path: Path, cache: str) -
     steps = [record["step"] for record in read_events(run, "step")]
     assert sorted(set(steps)) == list(range(1, max(steps) + 1))
     assert len(steps) - len(set(steps)) <= 2 * 2  # repeated: at most what was not yet saved, twice
+
+
+def test_attempts_of_one_node_do_not_share_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    stores = []
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        store = attempt_store(timedelta(seconds=20))
+        assert store is not None
+        stores.append(store)
+    stores[0].set("address", "old")
+    assert not stores[1].check(["address"])
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert attempt_store(timedelta(seconds=20)) is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert attempt_store(timedelta(seconds=20)) is None
 
 
 def _is_in_attempt(run: Path, attempt: int) -> Callable[[], bool]:

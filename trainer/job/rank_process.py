@@ -22,6 +22,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.device_mesh import BACKENDS, one_thread_groups
 from titan_ckpt.trainer.job.stop_signals import StopRequest
+from titan_ckpt.trainer.launch.launch import NEW_STORE
 from titan_ckpt.trainer.report.logs import RunFolder
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def process_group(context: RankContext) -> Iterator[None]:
 def _join(process: RankProcess, backend: str, timeout: timedelta) -> None:
     try:
         with one_thread_groups():
-            dist.init_process_group(backend, timeout=timeout)
+            rank, size = process.rank, process.world_size
+            dist.init_process_group(backend, timeout=timeout, store=attempt_store(timeout), rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         where = (
             f"{os.environ.get('MASTER_ADDR', '(no MASTER_ADDR)')}:{os.environ.get('MASTER_PORT', '(no MASTER_PORT)')}"
@@ -100,6 +102,23 @@ def _join(process: RankProcess, backend: str, timeout: timedelta) -> None:
             f"cannot connect to the other {process.world_size - 1} ranks at {where}: {str(error).splitlines()[0]}. "
             "Give torchrun a free --master-port that all machines reach, or start without RANK and WORLD_SIZE in the environment"
         ) from error
+
+
+def attempt_store(timeout: timedelta) -> dist.Store | None:
+    """The store of this attempt where torchrun gives all of them the same one, in which ranks would find the addresses of those
+    before them; None to leave it to torch.
+
+    torch 2.13, torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (`use_agent_store`). Only the ranks of one node know
+    that their attempts have the same number.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if os.environ.get("GROUP_WORLD_SIZE") != "1":
+        if os.environ.get("RANK") == "0" and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
+            log.warning("%s is not set for torchrun: ranks that it starts again may not find each other", NEW_STORE)
+        return None
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def start_recorder(context: RankContext, stop: StopRequest) -> Recorder | None:

@@ -72,7 +72,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         op=operation_waited_for(run, first) or _call(first, chain, states),
         step=run.step_of(root),
         confidence=reason.confidence,
-        headline=f"rank {root}{_coordinate(run.ranks[root].coordinates)} {reason.text}",
+        headline=f"rank {root}{_coordinate(run, root)} {reason.text}",
         evidence=(*state.evidence, *_waiting(run, first, chain, states)),
         chain=chain,
         next_steps=advice(reason.verdict, reason.subtype, state.signal),
@@ -263,18 +263,28 @@ def is_silent(run: Run, beat: Heartbeat) -> bool:
 
 
 def without_end(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
-    """Ranks that left no end of their process when all others had ended: by os._exit, or by a signal. One that waited, too, was
-    lost where its peers say that connections closed."""
+    """Ranks that left no end of their process when all others had ended in order: by os._exit, or by a signal."""
     for rank, state in states.items():
-        is_idle = state.kind in (RankState.UNKNOWN, RankState.SILENT)
-        if (is_idle and left_no_end(run, rank)) or ((is_idle or state.kind.is_waiting) and _was_lost(run, rank)):
-            text = "its recorder left no end of the process, all others did: os._exit, or a signal, ended it"
-            evidence = (Evidence(text=text, rank=rank), *state.evidence)
-            gone = replace(
-                state, kind=RankState.DEAD, call="left without an end of its own", evidence=evidence,
-                confidence=Basis.NO_END.confidence,
-            )  # fmt: skip
-            yield verdict_of(run, rank, (), {**states, rank: gone})
+        if state.kind in (RankState.UNKNOWN, RankState.SILENT) and left_no_end(run, rank):
+            yield _without_end(run, rank, states)
+
+
+def lost_ranks(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """The same of ranks that waited as the others did, where those say that connections closed."""
+    for rank, state in states.items():
+        is_unclear = state.kind in (RankState.UNKNOWN, RankState.SILENT) or state.kind.is_waiting
+        if is_unclear and _was_lost(run, rank):
+            yield _without_end(run, rank, states)
+
+
+def _without_end(run: Run, rank: int, states: Mapping[int, Situation]) -> Verdict:
+    text = "its recorder left no end of the process, all others did: os._exit, or a signal, ended it"
+    evidence = (Evidence(text=text, rank=rank), *states[rank].evidence)
+    gone = replace(
+        states[rank], kind=RankState.DEAD, call="left without an end of its own", evidence=evidence,
+        confidence=Basis.NO_END.confidence,
+    )  # fmt: skip
+    return verdict_of(run, rank, (), {**states, rank: gone})
 
 
 def left_no_end(run: Run, rank: int) -> bool:
@@ -295,7 +305,12 @@ def _was_lost(run: Run, rank: int) -> bool:
     without = {number for number, one in run.ranks.items() if not has_end(one)}
     beat = run.ranks[rank].heartbeat
     ends = [one.heartbeat.alive_ns for number, one in run.ranks.items() if number not in without and one.heartbeat]
-    if beat is None or rank not in without or 2 * len(without) > len(run.ranks) or len(ends) + len(without) < len(run.ranks):
+    if (
+        beat is None
+        or rank not in without
+        or 2 * len(without) > len(run.ranks)
+        or len(ends) + len(without) < len(run.ranks)
+    ):
         return False
     closed = set(saw_peers_close(run))
     is_by_connections = bool(closed - without) and not closed & without and not saw_timeouts(run)
@@ -374,5 +389,9 @@ def _waiting(
     ]
 
 
-def _coordinate(coordinates: Mapping[str, int]) -> str:
-    return " (" + ", ".join(f"{axis} {place}" for axis, place in coordinates.items()) + ")" if coordinates else ""
+def _coordinate(run: Run, rank: int) -> str:
+    """` (pp 1, dp 0)`: its place on the axes of the mesh that are longer than 1."""
+    mine = run.ranks[rank].coordinates
+    long = {axis for record in run.ranks.values() for axis, place in record.coordinates.items() if place}
+    places = ", ".join(f"{axis} {place}" for axis, place in mine.items() if axis in long)
+    return f" ({places})" if places else ""

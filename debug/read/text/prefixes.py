@@ -195,6 +195,7 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ),
 )
 _BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH}
+_PAIR = r'\w{1,20}=(?:"[^"]{0,60}"|[^\s"]{1,60})'
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _task),
@@ -203,7 +204,7 @@ _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "angle": (re.compile(rf"<[Rr]ank[=: ]?{_N}> ?"), _rank),
     "index": (re.compile(rf"[Rr]ank\[{_N}\]:? "), _rank),
     "short": (re.compile(rf"\[?(?:[\w.-]{{1,60}}[:/])?r{_N}[\]>|]? "), _rank),
-    "logfmt": (re.compile(rf'(?:\w{{1,20}}=(?:"[^"]{{0,60}}"|[^\s"]{{1,60}}) ){{0,6}}(?:global_)?rank={_N} '), _rank),
+    "logfmt": (re.compile(rf"(?=.{{0,200}}\b(?:level|lvl|severity)=)(?:{_PAIR} ){{0,6}}(?:global_)?rank={_N} "), _rank),
     "gpu": (re.compile(rf"\[(?:gpu|GPU|cuda)[ :_]?{_N}\] "), _local),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
     "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _host),

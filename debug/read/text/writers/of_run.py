@@ -12,8 +12,8 @@ from titan_ckpt.debug.read.text.writers.labels import Writer
 
 @dataclass(slots=True)
 class OfRun:
-    """From when and until when the run wrote, in seconds since the epoch by the clock of its logs. A line without a time is of the
-    run that its writer's line before was of."""
+    """From when and until when the run wrote, in seconds since the epoch by the clock of its logs. A line without a time is of
+    the run that its writer's line before was of."""
 
     since_s: float = -math.inf
     until_s: float = math.inf
