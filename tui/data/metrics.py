@@ -17,7 +17,7 @@ MAX_METRICS_BYTES = 256 << 20
 LARGEST = 1e300
 MAX_COLUMNS = 1000
 _BESIDE_STEPS = ("validation", "save", "export")
-_ENDS = ("start", "end")
+_ENDS, _TIMES = ("start", "end"), ("step", "time_s")
 FREE_CELLS = 1 << 20
 """Values of a table that may be missing; a larger one has at least one byte of the file for each."""
 # Panels in order; each plots the first of its names found in the file.
@@ -49,6 +49,7 @@ class Goodput:
 class Metrics:
     """Columns of numbers by name, NaN where a step has no value; `steps` is the x axis.
 
+    `odd` are the values that were recorded as NaN or infinite, by name and step; the columns have NaN there.
     `saves` and `resumes` are the steps of these events; `uploads` the seconds that training went on beside the upload of a step;
     `goodput` is None without times.
     """
@@ -61,18 +62,26 @@ class Metrics:
     resumes: tuple[float, ...] = ()
     uploads: Mapping[int, float] = field(default_factory=dict)
     goodput: Goodput | None = None
+    odd: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
 
     def panels(self) -> list[tuple[str, Floats]]:
         """(title, values) of the known panels, then of every other column that varies."""
-        shown: list[tuple[str, Floats]] = []
+        return [(title, self.columns[name]) for title, name in self._panels()]
+
+    def odd_values(self) -> dict[str, Mapping[float, float]]:
+        """The recorded values that are no numbers, or infinite, by the title of their panel and by step."""
+        return {title: self.odd[name] for title, name in self._panels() if name in self.odd}
+
+    def _panels(self) -> list[tuple[str, str]]:
+        shown: list[tuple[str, str]] = []
         used: set[str] = set()
         for title, names in PANELS:
             name = next((name for name in names if name in self.columns), None)
             if name is not None:
-                shown.append((title if title.startswith(name[:4]) else f"{title} ({name})", self.columns[name]))
+                shown.append((title if title.startswith(name[:4]) else f"{title} ({name})", name))
                 used.add(name)
         rest = sorted(name for name in self.columns if name not in used and name not in ("step", "time_s", "time"))
-        return [*shown, *((name, self.columns[name]) for name in rest if _changes(self.columns[name]))]
+        return [*shown, *((name, name) for name in rest if name in self.odd or _changes(self.columns[name]))]
 
 
 def _changes(values: Floats) -> bool:
@@ -106,17 +115,16 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
         if found is None:
             num_damaged += 1
             continue
-        event, values = found
+        event, values, odd = found
         if event == "start" and values.get("is_new"):  # what was before is of another run in the same folder
             by_step, others, events = {}, [], []
-        events.append(found)
+        events.append((event, values))
         step = values.get("step", float(number))
         if event in _BESIDE_STEPS:
-            others.append(
-                (step, {f"{event}_{name}": v for name, v in values.items() if name not in ("step", "time_s")})
-            )
+            named = ((name, v) for name, v in {**values, **odd}.items() if name not in _TIMES)
+            others.append((step, {f"{event}_{name}": v for name, v in named}))
         elif event not in _ENDS:
-            by_step.setdefault(step, {}).update(values)
+            by_step.setdefault(step, {}).update({**values, **odd})
     for step, values in others:
         if step in by_step:
             by_step[step].update(values)
@@ -130,12 +138,25 @@ def parse_metric_lines(data: bytes, source: str) -> Metrics:
         raise DamagedError(
             f"{source}: {len(names)} names at {len(steps)} steps, most of them missing: no run's metrics"
         )
-    columns = {name: np.array([by_step[step].get(name, math.nan) for step in steps]) for name in names}
+    columns = {name: np.array([_plain(by_step[step].get(name, math.nan)) for step in steps]) for name in names}
     return Metrics(
         source=source, steps=np.array(steps, np.float64), columns=columns, num_damaged=num_damaged,
         saves=_steps_of(events, "save"), resumes=tuple(step for step in _steps_of(events, "start") if step > 0),
-        uploads=uploads_of(events), goodput=goodput_of(events),
+        uploads=uploads_of(events), goodput=goodput_of(events), odd=_odd_of(by_step),
     )  # fmt: skip
+
+
+def _plain(value: float) -> float:
+    return value if -LARGEST < value < LARGEST else math.nan
+
+
+def _odd_of(by_step: Mapping[float, Mapping[str, float]]) -> dict[str, dict[float, float]]:
+    odd: dict[str, dict[float, float]] = {}
+    for step, values in sorted(by_step.items()):
+        for name, value in values.items():
+            if not -LARGEST < value < LARGEST:
+                odd.setdefault(name, {})[step] = value
+    return odd
 
 
 def _steps_of(events: Sequence[tuple[str, Mapping[str, float]]], kind: str) -> tuple[float, ...]:
@@ -189,8 +210,8 @@ def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | N
     return Goodput(seconds={**used, "other": total - sum(used.values())}, total_s=total)
 
 
-def _values(line: bytes) -> tuple[str, dict[str, float]] | None:
-    """The event of a line, and its numbers; None if it is no JSON object."""
+def _values(line: bytes) -> tuple[str, dict[str, float], dict[str, float]] | None:
+    """The event of a line, its numbers, and its values that are none or infinite; None if it is no JSON object."""
     try:
         value = parse_json_line(line)
     except ValueError:
@@ -199,4 +220,5 @@ def _values(line: bytes) -> tuple[str, dict[str, float]] | None:
         return None
     event = value.get("event")
     numbers = {str(k): float(v) for k, v in value.items() if type(v) in (int, float) and -LARGEST < v < LARGEST}
-    return event if isinstance(event, str) else "", numbers
+    odd = {str(k): v for k, v in value.items() if type(v) is float and k not in numbers and k not in _TIMES}
+    return event if isinstance(event, str) else "", numbers, odd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,20 +12,31 @@ from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.metrics import Goodput, Metrics
 from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
-from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, head, row, truncate_start
+from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, row, truncate_start
 
 GUTTER = 10
+ODD = "n"  # the mark of a value that is NaN or infinite
 SMOOTHINGS = (0.0, 0.6, 0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Values over steps (NaN where there is none), and the role of their colour."""
+    """Values over steps (NaN where there is none), and the role of their colour.
+
+    `odd`: what was recorded as NaN or infinite, by step; the curve is broken there."""
 
     steps: Floats
     values: Floats
     role: Role
     is_smoothed: bool = False
+    odd: Mapping[float, float] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[tuple[Floats, Floats]]:
+        """The known points, in pieces between those that are odd."""
+        known = np.isfinite(self.values) & ~np.isin(self.steps, list(self.odd))
+        steps, values = self.steps[known], self.values[known]
+        cuts = np.searchsorted(steps, sorted(self.odd))
+        return zip(np.split(steps, cuts), np.split(values, cuts), strict=True)
 
 
 def smoothed(values: Floats, weight: float) -> Floats:
@@ -58,32 +69,47 @@ def panel_rows(
     height: int,
 ) -> Iterator[Row]:
     """A heading, `height` - 1 lines of dots with a scale, and the axis with its marks. The first curve is drawn on top."""
-    known = [(curve.steps[np.isfinite(curve.values)], curve.values[np.isfinite(curve.values)]) for curve in curves]
-    y = np.concatenate([values for _, values in known])
+    known = [list(curve.pieces()) for curve in curves]
+    y = np.concatenate([values for pieces in known for _, values in pieces])
+    odd = curves[0].odd
+    yield row((title, Role.HEAD), _shown_value(curves[0], spot), (_odd_text(odd), Role.BAD))
     if not len(y):
-        yield head(title)
         yield row(("no values".rjust(GUTTER), Role.DIM))
         return
-    yield row((title, Role.HEAD), _shown_value(curves[0], spot))
     columns, rows = plot_columns(width), max(height - 1, 1)
     every = np.concatenate([curve.steps for curve in curves])
     x_range, y_range = (float(every.min()), float(every.max())), (float(y.min()), float(y.max()))
-    cells = [dots(*pair, rows=rows, columns=columns, x_range=x_range, y_range=y_range) for pair in known]
+    cells = [
+        np.bitwise_or.reduce(
+            [dots(*each, rows=rows, columns=columns, x_range=x_range, y_range=y_range) for each in pieces]
+        )
+        for pieces in known
+    ]
     at = column_of(spot, columns, x_range) if spot is not None and x_range[0] <= spot <= x_range[1] else -1
     for line in range(rows):
         spans = _spans([of_curve[line].tolist() for of_curve in cells], [curve.role for curve in curves], at)
         yield row((f"{_tick(line, rows, y_range):>{GUTTER - 1}} ", Role.DIM), *spans)
     yield row((" " * GUTTER + _axis(columns, x_range), Role.DIM))
-    if marked := _marks(marks, columns, x_range):
+    if marked := _marks({**marks, ODD: tuple(odd)}, columns, x_range):
         yield row(" " * GUTTER, *marked)
+
+
+def _odd_text(odd: Mapping[float, float]) -> str:
+    """How many values are no numbers, and the first of them."""
+    if not odd:
+        return ""
+    step, value = min(odd.items())
+    return f"   {value:g} at step {number(step)}" + (f" (and {len(odd) - 1} more)" if len(odd) > 1 else "")
 
 
 def _shown_value(curve: Curve, spot: float | None) -> str:
     known, how = np.isfinite(curve.values), ", smoothed" if curve.is_smoothed else ""
     if spot is not None:
         place = int(np.abs(curve.steps - spot).argmin())
-        value = number(float(curve.values[place])) if known[place] else "-"
-        return f"   step {number(float(curve.steps[place]))}: {value}{how}"
+        step = float(curve.steps[place])
+        if step in curve.odd:
+            return f"   step {number(step)}: {curve.odd[step]:g}"
+        return f"   step {number(step)}: {number(float(curve.values[place])) if known[place] else '-'}{how}"
     return f"   newest {number(float(curve.values[known][-1]))}{how}" if known.any() else ""
 
 
@@ -144,17 +170,19 @@ def value_rows(metrics: Metrics, spot: float | None, width: int, other: Metrics 
     if other is not None:
         names = f"{'':<{longest}}  {'this run':>9}  {truncate_start(other.source, max(width - longest - 13, 8))}"
         yield row((names, Role.DIM))
-    for title, values in metrics.panels():
-        beside = f"  {with_unit(title, others[title])}" if title in others else ""
-        yield row((fitted(title, longest), Role.DIM), f"  {with_unit(title, float(values[place])):>9}",
-                  (beside, Role.NOTE))  # fmt: skip
+    for title, text in _values_at(metrics, float(metrics.steps[place])).items():
+        beside = f"  {others[title]}" if title in others else ""
+        yield row((fitted(title, longest), Role.DIM), f"  {text:>9}", (beside, Role.NOTE))
 
 
-def _values_at(metrics: Metrics, step: float) -> dict[str, float]:
-    """The values of a step; {} if the run did not log it."""
-    place = int(np.searchsorted(metrics.steps, step))
+def _values_at(metrics: Metrics, step: float) -> dict[str, str]:
+    """The values of a step as one reads them; {} if the run did not log it."""
+    place, odd = int(np.searchsorted(metrics.steps, step)), metrics.odd_values()
     is_there = place < len(metrics.steps) and metrics.steps[place] == step
-    return {title: float(values[place]) for title, values in metrics.panels()} if is_there else {}
+    return {
+        title: f"{odd[title][step]:g}" if step in odd.get(title, {}) else with_unit(title, float(values[place]))
+        for title, values in (metrics.panels() if is_there else ())
+    }
 
 
 def with_unit(title: str, value: float) -> str:

@@ -18,6 +18,7 @@ from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
 from titan_ckpt.tui.pictures.curves import (
     GUTTER,
+    ODD,
     SMOOTHINGS,
     Curve,
     goodput_rows,
@@ -99,23 +100,28 @@ class TrainingPane(Pane):
     def _panels(self, metrics: Metrics, width: int) -> Iterator[Row]:
         """A heading and a plot per panel whose title contains the filter's text, ignoring case."""
         marks = {"s": metrics.saves, "r": metrics.resumes, "!": self._incident_steps()}
-        has_marks = any(marks.values())
+        odd = metrics.odd_values()
+        names = [_MARKS] * any(marks.values()) + [f"{ODD} nan or infinite"] * bool(odd)
         others = dict(self._other.panels()) if self._other is not None else {}
         for title, values in metrics.panels():
             if self.filter_text.casefold() not in title.casefold():
                 continue
             smooth = smoothed(values, SMOOTHINGS[self._smoothing])
             is_smoothed = self._smoothing > 0
-            curves = [Curve(steps=metrics.steps, values=smooth, role=Role.GOOD, is_smoothed=is_smoothed)]
+            first = Curve(
+                steps=metrics.steps, values=smooth, role=Role.GOOD, is_smoothed=is_smoothed, odd=odd.get(title, {})
+            )
+            curves = [first]
             if is_smoothed:
-                curves.append(Curve(steps=metrics.steps, values=values, role=Role.DIM))
+                curves.append(replace(first, values=values, role=Role.DIM, is_smoothed=False))
             if self._other is not None and title in others:
                 found = smoothed(others[title], SMOOTHINGS[self._smoothing])
-                curves.append(Curve(steps=self._other.steps, values=found, role=Role.NOTE))
+                odd_there = self._other.odd_values().get(title, {})
+                curves.append(Curve(steps=self._other.steps, values=found, role=Role.NOTE, odd=odd_there))
             yield from panel_rows(title, curves, marks, self._spot, width, self._lines())
             yield row()
-            if has_marks and title == metrics.panels()[-1][0]:
-                yield row((f"marks: {_MARKS}", Role.DIM))
+            if names and title == metrics.panels()[-1][0]:
+                yield row((f"marks: {'  '.join(names)}", Role.DIM))
 
     def _lines(self) -> int:
         """Lines of a plot: three of them fill a tall terminal."""
