@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.screen_pictures import press, screen_text
 from titan_ckpt.debug.incident.kinds import RankState
+from titan_ckpt.debug.incident.records import COMPLETED
 from titan_ckpt.debug.incident.waits import last_sign_ns, logs_ahead_s
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import VerdictBar
@@ -67,6 +68,23 @@ def test_the_bars_of_a_slow_job_show_who_waited_for_whom() -> None:
     assert [rank for rank, bar in bars.items() if "░" not in bar] == [1]
     waits = [bars[rank].count("░") for rank in (0, 2, 3)]
     assert min(waits) > 60  # the others waited nearly all the time
+
+
+def test_waits_that_a_recorder_knows_the_end_of_are_bars_too() -> None:
+    """All of them are done, 98 % of each was waiting, and a rank that comes last waits for nobody."""
+    found = load_incident(str(INCIDENTS / "straggler"))
+    [lane] = found.lanes
+    last_ns, ranks = found.last_issued_ns[lane.group], {}
+    for place, (rank, record) in enumerate(found.run.ranks.items()):
+        table = record.operations.copy()
+        table["completed_ns"][lane.row[place]] = last_ns + found.clock_offsets(lane)[place].astype(int) + 1_000_000
+        table["state"] = COMPLETED
+        ranks[rank] = replace(record, operations=table)
+    incident = replace(found, run=replace(found.run, ranks=ranks))
+    bars = {row.link.rank: row.text for row in bars_rows(incident, 120, 40) if row.link is not None}
+    assert "░" not in bars[1]
+    assert "━" in bars[1]
+    assert min(bars[rank].count("░") for rank in (0, 2, 3)) > 60
 
 
 async def test_the_wait_for_a_killed_rank_has_a_column() -> None:

@@ -154,22 +154,39 @@ def last_issued_ns(run: Run, lane: Lane, ahead: Floats) -> Ints:
 
 
 def with_waits(codes: Codes, run: Run, lane: Lane, place: int, ahead: int, last_ns: Ints, window: Window) -> Codes:
-    """The codes of a member of a lane over time, PENDING where nothing else is known and it waited in an operation that no rank
-    leaves before all have issued it: until the last one did (`last_ns`), or itself the next. For recorders that do not know when
-    an operation ended. `ahead`: how far the member's clock is ahead, in ns."""
+    """The codes of a member of a lane over time, PENDING where it waited in an operation that no rank leaves before all have
+    issued it: until the last one did (`last_ns`), or itself the next. `ahead`: how far its clock is ahead, in ns.
+
+    Also where its recorder does not know when the operation ended; of one that is done, only what it waited most of."""
     rank, row = lane.members[place], lane.row[place]
     table, created = run.ranks[rank].operations, created_ns(run, rank, row)
     if not len(table):
         return codes
     met = [code for code, name in enumerate(run.names.ops) if name in MEETINGS]
-    is_met = (row >= 0) & np.isin(table["op"][row], met) & (table["completed_ns"][row] == 0)
     issued = np.append(np.sort(table["created_ns"]), np.iinfo(np.int64).max)
     until = np.minimum(last_ns, issued[np.searchsorted(issued, created, side="right")] - ahead)
-    created = _moved(created, ahead)
-    is_held = is_met & (created > 0) & (until > created)
-    is_done = np.full(int(is_held.sum()), DONE, np.uint8)
-    is_waiting = time_codes(created[is_held], until[is_held], is_done, window, len(codes)) == DONE
-    return np.where((codes == BLANK) & is_waiting, PENDING, codes).astype(np.uint8)
+    created, completed = _moved(created, ahead), _moved(_completed_ns(run, rank, row), ahead)
+    until = np.where(completed > 0, np.minimum(until, completed), until)
+    is_held = (row >= 0) & np.isin(table["op"][row], met) & (created > 0) & (until > created)
+    is_open = is_held & (completed == 0)
+    is_done = np.full(int(is_open.sum()), DONE, np.uint8)
+    is_waiting = time_codes(created[is_open], until[is_open], is_done, window, len(codes)) == DONE
+    is_mostly = _shares(created[is_held], until[is_held], window, len(codes)) > 0.5
+    is_free = ((codes == BLANK) & (is_waiting | is_mostly)) | ((codes == DONE) & is_mostly)
+    return np.where(is_free, PENDING, codes).astype(np.uint8)
+
+
+def _shares(begin: Ints, end: Ints, window: Window, cells: int) -> Floats:
+    """The share of each cell that stretches of time take, which do not overlap."""
+    if not len(begin):
+        return np.zeros(cells)
+    order = np.argsort(begin)
+    begin, end = begin[order] - window.start, end[order] - window.start
+    total = np.cumsum(end - begin)
+    times, sums = np.stack([begin, end], axis=1).ravel(), np.stack([total - (end - begin), total], axis=1).ravel()
+    length = window.length / cells
+    found: Floats = np.diff(np.interp(np.arange(cells + 1) * length, times, sums)) / length
+    return found
 
 
 def build_time_grid(
