@@ -85,10 +85,11 @@ class VerdictBar(OneLine):
             is_live = session.is_following or bool(ticking(incident, session.seen_s))
             age_s = max(session.clock() - session.seen_s, 0.0)
             age = f"{age_s:.0f} s" if age_s < 60 else format_duration(age_s)  # no parts of a second
-            looked = f"   looked {age} ago" if is_live else ""
-            found = standing(incident, session.seen_s).beside(steps)
+            found, width = standing(incident, session.seen_s).beside(steps), self.app.size.width - 2
+            forms = (f"   looked {age} ago", f"   {age} ago") if is_live else ()
+            looked = next((form for form in forms if len(found.foremost) + len(form) <= width), "")
             self.set_classes(found.role or "plain")
-            self.show(f" {found.text(self.app.size.width - 2 - len(looked))}{looked}")
+            self.show(f" {found.text(width - len(looked))}{looked}")
 
     def on_click(self) -> None:
         self.post_message(self.Clicked())

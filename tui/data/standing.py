@@ -28,11 +28,12 @@ _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """`word` is the state in a word, `facts` are the most important first."""
+    """`word` is the state in a word; of the `facts`, those in `minor` go first where there is no room."""
 
     word: str
     role: Role
     facts: tuple[str, ...]
+    minor: tuple[str, ...] = ()
 
     def beside(self, steps: RunSteps | None) -> Standing:
         """The same job over a run that may have damaged steps: then never a calm colour."""
@@ -40,9 +41,14 @@ class Standing:
         role = Role.WARN if self.role == Role.GOOD and damage else self.role
         return replace(self, role=role, facts=(*self.facts, *damage))
 
+    @property
+    def foremost(self) -> str:
+        """The state and the first fact, mostly the rank: what is never left out."""
+        return " · ".join([self.word, *(_forms(fact)[-1] for fact in self.facts[:1])])
+
     def text(self, width: int) -> str:
-        """As many facts as fit: the first two, how sure it is, then the others; what comes after the confidence only if that
-        is whole."""
+        """As many facts as fit: how sure it is after those that are not minor; what comes after the confidence only if that is
+        whole."""
         places = range(len(self.facts))
         sure = next((i for i in places if self.facts[i].startswith(_SURE)), len(places))
         kept: dict[int, str] = {}
@@ -51,7 +57,7 @@ class Standing:
             found = {**kept, **more}
             return " · ".join([self.word, *(found[i] for i in places if i in found)])
 
-        for some in (sorted(places[: sure + 1], key=lambda i: 2 <= i < sure), places[sure + 1 :]):
+        for some in (sorted(places[: sure + 1], key=lambda i: (self.facts[i] in self.minor, i)), places[sure + 1 :]):
             for i in some:
                 short = _forms(self.facts[i])[-1]
                 kept |= {i: short} if len(line({i: short})) <= width else {}
@@ -175,7 +181,8 @@ def standing(incident: Incident, now_s: float) -> Standing:
         Role.GOOD if top.verdict in (VerdictKind.HEALTHY, VerdictKind.RUNNING)
         else Role.WARN if top.verdict in NO_FAULT or incident.is_slow else Role.BAD
     )  # fmt: skip
-    return Standing(word=top.verdict, role=role, facts=_facts(incident, now_s if live else None))
+    minor = (_subtype_text(incident), *(process_text(incident, rank) for rank in top.culprits or top.suspects))
+    return Standing(word=top.verdict, role=role, facts=_facts(incident, now_s if live else None), minor=minor)
 
 
 def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from titan_ckpt.debug.incident.records import Situation, Verdict
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import Incident, load_incident
-from titan_ckpt.tui.data.standing import is_unsettled, standing
+from titan_ckpt.tui.data.standing import Standing, is_unsettled, standing
+from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens.overview import live_rows, ranks_rows
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
@@ -81,3 +82,29 @@ def test_ranks_that_are_gone_are_told_from_those_that_still_wait(skip: Incident)
     half = replace(seen, states=states, run=replace(seen.run, ranks=ranks))
     lines = [line.text.strip() for line in ranks_rows(half, 80)]
     assert lines[-2:] == ["w in a collective: 2 ranks (1-2)", "w was in a collective: 2 ranks (0,3)"]
+
+
+async def test_a_narrow_bar_of_a_live_job_keeps_the_rank(skip: Incident, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was looked at for comes before when."""
+    monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: live(skip))
+    monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)
+    app, bars = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S), {}
+    async with app.run_test(size=(60, 16)) as pilot:
+        await settled(app, pilot)
+        app._loader._load_incident(app.session.content)
+        for width in (60, 40, 34):
+            await pilot.resize_terminal(width, 16)
+            await settled(app, pilot)
+            bars[width] = screen_text(app).splitlines()[1].strip()
+    assert bars[60].startswith("SKIPPED_COLLECTIVE · rank 2")
+    assert bars[60].endswith("looked 0 s ago")
+    assert bars[40] == "SKIPPED_COLLECTIVE · rank 2   0 s ago"
+    assert bars[34] == "SKIPPED_COLLECTIVE · rank 2"
+
+
+def test_a_narrow_bar_keeps_the_line_rather_than_the_process() -> None:
+    facts = ("rank 1", "stuck for 5.0 s", "python exception", "train.py:306", "vm:2261", "confidence 90% (recorded)")
+    found = Standing(word="RANK_DIED", role=Role.BAD, facts=facts, minor=("python exception", "vm:2261"))
+    assert found.text(55) == "RANK_DIED · rank 1 · stuck 5.0 s · train.py:306 · 90%"
+    assert found.text(68) == "RANK_DIED · rank 1 · stuck for 5.0 s · train.py:306 · vm:2261 · 90%"
+    assert found.text(32) == "RANK_DIED · rank 1 · stuck 5.0 s"
