@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Exit, LogEvent, Run, Verdict
 
@@ -22,16 +24,56 @@ _OF_OTHERS = re.compile(
 )
 
 
+# What a rank raises in its own code that lost another one: a connection, a pipe, a file that the other one writes.
+_LOST = re.compile(
+    r"(?:[\w.]{1,80}\.)?(?:Connection\w{0,20}Error|BrokenPipeError|EOFError|FileNotFoundError|URLError|RemoteDisconnected|\w{0,20}DiedError)\b"
+)
+AT_ONCE_S = 5.0  # the time of a traceback is that of the record before it
+
+
 def in_order(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts; among those on exceptions of ranks' own the earliest first, and last those that speak of other ranks."""
+    """The verdicts; among those on exceptions of ranks' own the earliest first, or all of these together where nothing shows
+    which that is."""
     verdicts = _without_victims(run, verdicts)
     found = {n: event for n, verdict in enumerate(verdicts) if (event := _raised(run, verdict)) is not None}
     if len(found) < 2:
         return verdicts
-    moments = _moments(found)
-    order = sorted(found, key=lambda n: (_OF_OTHERS.search(found[n].text) is not None, moments.get(n, (0.0, 0)), n))
+    moments = _moments(run, found)
+    first = min(moments.values(), default=(0.0, 0))[0]
+    at_once = [n for n in found if not moments or moments[n][0] <= first + AT_ONCE_S]
+    least = min(_weakness(run, verdicts[n], found[n]) for n in at_once)
+    tied = [n for n in at_once if _weakness(run, verdicts[n], found[n]) == least]
+    if len(tied) > 1 and not _is_sure(found, moments, tied):
+        rest = [verdict for n, verdict in enumerate(verdicts) if n not in tied]
+        return [_one_of([verdicts[n] for n in tied]), *rest]
+    order = sorted(found, key=lambda n: (n not in tied, moments.get(n, (0.0, 0)), n))
     ordered = dict(zip(found, (verdicts[n] for n in order), strict=True))
     return [ordered.get(n, verdict) for n, verdict in enumerate(verdicts)]
+
+
+def _weakness(run: Run, verdict: Verdict, event: LogEvent) -> tuple[bool, bool, bool]:
+    """How little an exception is a cause: a launcher told its rank to end, it speaks of others, or is how one loses them."""
+    ends = [run.ranks[rank].exit for rank in verdict.culprits]
+    was_told = any(end is not None and end.was_told for end in ends)
+    return was_told, _OF_OTHERS.search(event.text) is not None, _LOST.match(event.text) is not None
+
+
+def _is_sure(found: Mapping[int, LogEvent], moments: Mapping[int, tuple[float, int]], tied: Sequence[int]) -> bool:
+    """Whether the order of these is known: by their lines in one file, or by the times of the records that announce them."""
+    first, second = sorted(moments.get(n, (0.0, 0)) for n in tied)[:2]
+    one_file = len({found[n].source for n in tied}) == 1
+    return bool(moments) and (one_file or (first[0] < second[0] and all("announced" in found[n].values for n in tied)))
+
+
+def _one_of(tied: Sequence[Verdict]) -> Verdict:
+    """All ranks of several verdicts as suspects."""
+    ranks = tuple(sorted(rank for verdict in tied for rank in verdict.culprits))
+    return replace(
+        tied[0], culprits=(), suspects=ranks, victims=(), file="", line=0, confidence=Basis.ORDER_UNKNOWN.confidence,
+        headline=f"{rank_list(ranks)} raised exceptions of their own, and nothing shows which came first",
+        evidence=tuple(verdict.evidence[0] for verdict in tied if verdict.evidence),
+        next_steps=("read these tracebacks: one of them may only tell of the other", *tied[0].next_steps[1:]),
+    )  # fmt: skip
 
 
 def _without_victims(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
@@ -65,14 +107,36 @@ def _raised(run: Run, verdict: Verdict) -> LogEvent | None:
     return min(events, key=lambda event: (event.time_s or 0.0, event.line), default=None)
 
 
-def _moments(found: Mapping[int, LogEvent]) -> dict[int, tuple[float, int]]:
+def _moments(run: Run, found: Mapping[int, LogEvent]) -> dict[int, tuple[float, int]]:
     """When each was raised; {} where that cannot be compared."""
     if len({event.source for event in found.values()}) == 1:
         return {n: (0.0, event.line) for n, event in found.items()}
     zones = {event.values.get("dated", "") for event in found.values()}
     if "" in zones or (len(zones) > 1 and "local" in zones):
         return {}
-    return {n: (_utc_s(event), event.line) for n, event in found.items()}
+    ahead = _ahead_s(run, {event.rank for event in found.values()})
+    return {n: (_utc_s(event) - ahead.get(event.rank, 0.0), event.line) for n, event in found.items()}
+
+
+LEAST_STEPS = 3
+
+
+def _ahead_s(run: Run, ranks: set[int]) -> dict[int, float]:
+    """How far the clock of each rank is ahead of that of one of them, by the times at which they logged the same steps; {} where
+    these differ from step to step by as much: then the ranks took them apart."""
+    times = {
+        rank: log.step_times for rank in sorted(ranks) if rank in run.ranks and (log := run.ranks[rank].log) is not None
+    }
+    first = next(iter(times.values()), {})
+    found = {}
+    for rank, mine in times.items():
+        gaps = sorted(mine[step] - first[step] for step in mine.keys() & first.keys())
+        if len(gaps) < LEAST_STEPS:
+            return {}
+        middle, spread = gaps[len(gaps) // 2], gaps[-1] - gaps[0]
+        if abs(middle) > max(1.0, 4 * spread):
+            found[rank] = middle
+    return found
 
 
 def _utc_s(event: LogEvent) -> float:

@@ -12,7 +12,9 @@ LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`eve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 _TIMES = ("timestamp", "time", "__REALTIME_TIMESTAMP")
@@ -41,7 +43,14 @@ def _error(message: Mapping[str, Any] | str) -> list[str] | None:
     extra = message.get("extraInfo")
     stack = extra.get("py_callstack") if isinstance(extra, dict) else None
     text = stack if isinstance(stack, str) and stack.strip() else message.get("message")
-    return text.splitlines() if isinstance(text, str) else None
+    if not isinstance(text, str):
+        return None
+    at = str(extra.get("timestamp", "")) if isinstance(extra, dict) else ""
+    when = f"{datetime.fromtimestamp(int(at), UTC):%Y-%m-%dT%H:%M:%SZ} " if _SECONDS.fullmatch(at) else ""
+    return [*([f"{when}ERROR the process failed"] if when else ()), *text.splitlines()]
+
+
+_SECONDS = re.compile(r"1\d{9}")  # whole, since the epoch
 
 
 def _pods(value: Any) -> list[str] | None:

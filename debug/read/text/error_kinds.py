@@ -133,15 +133,34 @@ _BLAMES = re.compile(
 _CHECKPOINT = re.compile(r"CheckpointException ranks:dict_keys\(\[(?P<names>\d{1,6}(?:, \d{1,6}){0,100})\]\)")
 
 
+# Of one that gave up its wait, and whom it waited for: by its number, or by the name of a file or a key of it.
+_GAVE_UP = re.compile(
+    r"tim(?:ed?|ing) ?out|waited|waiting for|\bwithin \d|\bafter \d[\d.]* ?s\b|\bfor \d[\d.]* ?s\b|straggl|missing|not ready"
+    r"|\bno (?:heartbeat|result|answer|response|reply|message|word)\b|(?:^|\.)Empty\b",
+    re.IGNORECASE,
+)
+_NAMED = re.compile(
+    r"(?:(?:(?<![a-z])|_)(?:ranks?|workers?|peers?)[ _:#-]{0,2}|missing[ =:]{1,2})\[?(\d{1,6}(?:, ?\d{1,6}){0,100})",
+    re.IGNORECASE,
+)
+
+
 def blamed(text: str, rank: int) -> str:
     """The other ranks of which an exception of `rank` says that they are gone, failed, or did not do their part; "" if of none.
 
     >>> blamed("RuntimeError: rank 2 did not respond within 60 s", 0), blamed("RuntimeError: rank 2 did not respond", 2)
     ('2', '')
+    >>> blamed("TimeoutError: waited 600 s for /run/done_rank2", 0)
+    '2'
     """
-    match = (_CHECKPOINT.search(text) or _BLAMES.search(text)) if rank >= 0 else None
-    names = re.split(", ?", match["names"]) if match else []
-    return "" if str(rank) in names else ",".join(names)
+    if rank < 0:
+        return ""
+    match = _CHECKPOINT.search(text) or _BLAMES.search(text)
+    if match is not None:
+        names = re.split(", ?", match["names"])
+        return "" if str(rank) in names else ",".join(names)
+    found = _NAMED.findall(text) if _GAVE_UP.search(text) else []
+    return ",".join(sorted({name for names in found for name in re.split(", ?", names)} - {str(rank)}, key=int))
 
 
 def has_any(text: str, words: tuple[str, ...]) -> bool:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from titan_ckpt.debug import diagnose, open_run
+import pytest
+
+from titan_ckpt.debug import Verdict, diagnose, open_run
 
 
 def raised(error: str, line: int, before: str = "") -> str:
     return f'{before}Traceback (most recent call last):\n  File "/srv/train.py", line {line}, in main\n    step()\n{error}\n'
 
 
-def culprits(folder: Path, **logs: str) -> tuple[int, ...]:
+def top(folder: Path, **logs: str) -> Verdict:
     for name, text in logs.items():
         (folder / f"{name}.log").write_text(text)
-    return diagnose(open_run(folder))[0].culprits
+    return diagnose(open_run(folder))[0]
+
+
+def culprits(folder: Path, **logs: str) -> tuple[int, ...]:
+    return top(folder, **logs).culprits
 
 
 def test_the_earlier_exception_is_the_cause(tmp_path: Path) -> None:
@@ -32,13 +39,66 @@ def test_times_of_different_zones_are_compared(tmp_path: Path) -> None:
 def test_times_with_and_without_a_zone_are_not_compared(tmp_path: Path) -> None:
     one = raised("lib.Stopped: no more work", 99, "2026-11-25T10:00:09Z ERROR stopping\n")
     other = raised("ValueError: empty batch", 88, "2026-11-25 10:00:05 ERROR bad batch\n")
-    assert culprits(tmp_path, rank0=one, rank1=other) == (0,)
+    found = top(tmp_path, rank0=one, rank1=other)
+    assert (found.culprits, found.suspects) == ((), (0, 1))
+    assert found.headline == "ranks 0, 1 raised exceptions of their own, and nothing shows which came first"
 
 
 def test_a_time_long_before_the_traceback_is_not_its_own(tmp_path: Path) -> None:
     quiet = "2026-11-25 09:00:00 step 1\nno time here\n"
     one = raised("ValueError: empty batch", 88, "2026-11-25 10:00:05 ERROR bad batch\n")
-    assert culprits(tmp_path, rank0=one, rank1=raised("lib.Stopped: no more work", 99, quiet)) == (0,)
+    found = top(tmp_path, rank0=one, rank1=raised("lib.Stopped: no more work", 99, quiet))
+    assert (found.culprits, found.suspects) == ((), (0, 1))
+
+
+@pytest.mark.parametrize("seconds", [(0, 4), (0, 0)], ids=["apart", "in the same second"])
+def test_times_of_torchelastics_error_files_count(tmp_path: Path, seconds: tuple[int, int]) -> None:
+    for rank, after_s, error in ((2, seconds[0], "ValueError: a"), (0, seconds[1], "KeyError: 'b'")):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        extra = {"py_callstack": raised(error, 9), "timestamp": str(1_764_203_000 + after_s)}
+        (folder / "error.json").write_text(json.dumps({"message": {"message": error, "extraInfo": extra}}))
+    assert top(tmp_path).culprits == ((2,) if seconds[1] else ())
+
+
+STEPS = "2026-11-25 {hour:02d}:00:{second:02d} step {step}\n"
+
+
+def test_clocks_that_differ_are_compared_by_their_steps(tmp_path: Path) -> None:
+    """The clock of rank 1 is an hour ahead: it failed first, though its time is the later one."""
+    steps = ["".join(STEPS.format(hour=hour, second=5 * n, step=n) for n in range(6)) for hour in (10, 11)]
+    late = steps[0] + raised("lib.Stopped: no more work", 99, "2026-11-25 10:00:50 ERROR stopping\n")
+    early = steps[1] + raised("ValueError: empty batch", 88, "2026-11-25 11:00:30 ERROR bad batch\n")
+    assert culprits(tmp_path, rank0=late, rank1=early) == (1,)
+
+
+LOST = ["ConnectionResetError: [Errno 104] Connection reset by peer", "EOFError", "FileNotFoundError: 'shard_rank1.pt'"]
+
+
+@pytest.mark.parametrize("error", LOST)
+def test_what_one_raises_that_lost_another_is_no_cause(tmp_path: Path, error: str) -> None:
+    times = [f"2026-11-25 10:00:{second:02d} INFO step 3\n" for second in (5, 6)]
+    lost, own = raised(error, 99, times[0]), raised("ValueError: empty batch", 88, times[1])
+    assert culprits(tmp_path, rank0=lost, rank1=own) == (1,)
+    assert culprits(tmp_path, rank0=lost, rank1="step 3\n") == (0,)
+
+
+NAMING = [
+    "TimeoutError: 600 s: still waiting for ['/sync/done_rank2']",
+    "RuntimeError: no heartbeat from rank [2] for 60 s",
+    "_queue.Empty: no result from rank 2 within 900 s",
+    "RuntimeError: waited 600 s for rank 2",
+    "TimeoutError: ready=[0, 1, 3] missing=[2]",
+    "AssertionError: stragglers after 600 s: rank 2",
+    "TimeoutError: RPC to worker2 timed out",
+]
+
+
+@pytest.mark.parametrize("error", NAMING)
+def test_one_that_gave_up_its_wait_for_another_is_a_witness(tmp_path: Path, error: str) -> None:
+    others = {f"rank{rank}": "2026-11-25 10:00:05 INFO step 3\n" for rank in (1, 2, 3)}
+    found = top(tmp_path, rank0=raised(error, 40, others["rank1"]), **others)
+    assert (found.culprits, found.suspects) == ((), (2,))
 
 
 def test_in_one_console_the_first_traceback_is_the_cause(tmp_path: Path) -> None:
