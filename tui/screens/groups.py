@@ -237,13 +237,14 @@ def mesh_rows(incident: Incident, width: int) -> Iterator[Row]:
         lines.setdefault(tuple(places[rank].get(axis, 0) for axis in axes[:-1]), []).append(rank)
     digits = len(str(max(places)))
     labels = {key: " ".join(f"{axis}{place}" for axis, place in zip(axes[:-1], key, strict=True)) for key in lines}
-    before = max(map(len, labels.values())) + 1
+    before, needed = max(map(len, labels.values())) + 1, max(map(len, lines.values())) * (digits + 2) - 1
+    indent = min(max(width - before - needed, 0), 2)
+    room = max((width - before - indent + 1) // (digits + 2), 1)  # no blank after the last one
     for key, ranks in sorted(lines.items()):
         label = labels[key]
-        room = max((width - before - 2) // (digits + 2), 1)
         for start in range(0, len(ranks), room):
-            cells = [_cell(incident, rank, digits) for rank in ranks[start : start + room]]
-            yield row((f"  {label if start == 0 else '':<{before}}", Role.DIM), *cells,
+            *cells, (last, role) = (_cell(incident, rank, digits) for rank in ranks[start : start + room])
+            yield row((f"{'':<{indent}}{label if start == 0 else '':<{before}}", Role.DIM), *cells, (last.rstrip(), role),
                       link=RowLink(screen=2, rank=ranks[start]))  # fmt: skip
     fault = f"{CULPRIT} at fault   " if incident.top.culprits else ""
     kinds = {incident.states[rank].kind for rank in places}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from textual.message import Message
 
-from titan_ckpt.tui.rows import Row, RowList, clean, shown, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowList, clean, shown, truncate
 from titan_ckpt.tui.widgets.line_view import LineView
 
 
@@ -43,6 +43,7 @@ class PartView(LineView):
         self.part = part
         self.seen: tuple[object, ...] = ()
         self._shown: tuple[Row, ...] = ()
+        self._start = 0
         self.border_title = part.name
         self.add_class("below" if part.is_below else "part", f"part-{part.name}")
 
@@ -62,11 +63,18 @@ class PartView(LineView):
         return self._shown
 
     def show_rows(self, rows: Iterable[Row]) -> None:
-        """Replace the rows, and begin at the first; what is shown already stays as it is."""
+        """Replace the rows, and begin at the first, a picture of the whole with a rank at fault in sight; what is shown already
+        stays as it is."""
         new = tuple(rows)
-        if new != self._shown or self.cursor:
-            self._shown = new
+        if new != self._shown or self.cursor != self._start:
+            marked = (
+                i
+                for i, each in enumerate(new)
+                if any(CULPRIT in text and role == Role.BAD for text, role in each.spans)
+            )
+            self._shown, self._start = new, 0 if self.part.is_of_line else next(marked, 0)
             self.set_rows(RowList(new), cursor=0)
+            self.move_to(self._start, is_centred=True)
 
     def name_it(self, text: str) -> None:
         """Replace the title in the frame."""
