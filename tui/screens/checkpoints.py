@@ -54,6 +54,7 @@ class CheckpointsPane(Pane):
         ("d", "diff with the pinned step"),
         ("r", "reshard plan"),
         ("p", "prune preview"),
+        ("f", "follow"),
     )
     parts = (Part(name="step"), Part(name="saves", is_of_line=False))
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -80,7 +81,7 @@ class CheckpointsPane(Pane):
     def useful_keys(self) -> Iterable[tuple[str, str]]:
         has_steps = self.session.checkpoints.value is not None and bool(self.session.checkpoints.value.steps)
         runs = self.session.runs.value
-        return self.keys if has_steps else self.keys[:1] if runs is not None and runs.found else ()
+        return self.keys if has_steps else (self.keys[0], self.keys[-1]) if runs is not None and runs.found else ()
 
     def wants_parts(self) -> bool:
         return self.session.checkpoints.value is not None
@@ -182,16 +183,28 @@ class CheckpointsPane(Pane):
         """In a new list, move the cursor to the step that was asked for, else to the first line that enter opens."""
         if not self.is_attached:
             return
-        before, cursor = self.body.rows, self.body.cursor
+        before, cursor, current = self.body.rows, self.body.cursor, self.body.current
         super().update_rows(force=force)
         rows = self.body.rows
         if rows is before or len(rows) < 2:
             return
+        if current is not None and current.link is not None:
+            self._stay_at(current.link, before, cursor)
         if self._wanted is not None and cursor == self._wanted[1] and self._opened is None and self._answer is None:
             self._move_to_step(self._wanted[0])
         if self.body.cursor == 0:
             links = [rows.row(index, self.body.line_width).link for index in range(2)]
             self.body.move_to(1 if links[0] is None and links[1] is not None else 0)
+
+    def _stay_at(self, link: RowLink, before: Rows, cursor: int) -> None:
+        """Keep the cursor on its run or step, which may have another place in a new list."""
+        first_then, first_now = self._place_of(link, before), self._place_of(link, self.body.rows)
+        if first_then is not None and first_now is not None:
+            self.body.move_to(first_now + cursor - first_then)
+
+    def _place_of(self, link: RowLink, rows: Rows) -> int | None:
+        width = self.body.line_width
+        return next((index for index in range(len(rows)) if rows.row(index, width).link == link), None)
 
     def _move_to_step(self, step: int) -> None:
         """Move now, and again when the lines wrap in another width, until the cursor is moved."""

@@ -10,6 +10,7 @@ from typing import Any
 from textual.app import App
 
 from titan_ckpt.errors import TitanError
+from titan_ckpt.location import scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident, load_incident
@@ -24,6 +25,7 @@ from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
+MORE_S = 10.0  # between looks for what a young run did not have yet
 LEAST_REST = 1.0  # seconds of rest for each second that a look took
 
 
@@ -38,6 +40,7 @@ class SessionLoader:
         self._changed = changed
         self._show_status = show_status
         self._not_before_s = 0.0
+        self._more_s = time.monotonic() + MORE_S
         self._is_lost = False  # the last look found nothing to read
         self._beside: list[str] = []
 
@@ -81,9 +84,23 @@ class SessionLoader:
             self.reload()
 
     def judge_if_rested(self) -> None:
-        """Judge a job that may go on anew, if the last look has ended long enough ago; nothing else is loaded."""
-        if not self.is_busy and time.monotonic() >= self._not_before_s and self._may_go_on():
+        """Judge a job that may go on anew, if the last look has ended long enough ago; nothing else is loaded, but now and then
+        what a run that was opened at its start did not have yet."""
+        now_s = time.monotonic()
+        if self.is_busy or now_s < self._not_before_s:
+            return
+        if now_s >= self._more_s and self._is_young():
+            self._more_s = now_s + MORE_S
+            self.reload()
+        elif self._may_go_on():
             self._load_incident(self._session.content)
+
+    def _is_young(self) -> bool:
+        """Whether a run on this machine may still get its first metrics, or its first sign of life."""
+        s, content = self._session, self._session.content
+        is_whole = content.has_runs or (content.metrics and content.has_evidence)
+        is_open = s.incident.value is None or self._may_go_on()
+        return not is_whole and is_open and scheme(content.url) == "file"
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
