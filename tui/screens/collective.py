@@ -31,6 +31,7 @@ from titan_ckpt.tui.rows import (
     row,
 )
 from titan_ckpt.tui.screens.collective_diff import rank_diff_rows
+from titan_ckpt.tui.screens.grid_rows import no_lane_rows
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import Pane
@@ -89,7 +90,7 @@ class CollectivePane(Pane):
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
-            return self.no_incident(width) if incident is None else RowList([row("no operations recorded")])
+            return self.no_incident(width) if incident is None else RowList(no_lane_rows(incident, width))
         if self._compared is not None:
             lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
             return RowList(rank_diff_rows(incident, lane, seq, self._compared, width))

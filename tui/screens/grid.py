@@ -24,6 +24,7 @@ from titan_ckpt.tui.screens.grid_rows import (
     grid_of,
     label_width,
     legend_text,
+    no_lane_rows,
     operations_text,
     pointer_text,
     title_of,
@@ -186,7 +187,7 @@ class GridPane(Pane):
         incident = self.session.incident.value
         if incident is None or not incident.lanes:
             self._grid = None
-            return self.no_incident(width) if incident is None else RowList([row("no operations recorded")])
+            return self.no_incident(width) if incident is None else RowList(no_lane_rows(incident, width))
         grid = self._grid_of(incident)
         if grid is None:
             return RowList([row(("drawing ...", Role.DIM))])

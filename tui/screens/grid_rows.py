@@ -33,12 +33,22 @@ from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import different_halves
 from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid
 from titan_ckpt.tui.pictures.timeline import bar_spans
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, ranks_named, row, truncate, wrapped
 from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
 
 _LEAST_LABEL, _MOST_LABEL = 14, 26
 _MOST_STRETCH = 3
 _WORDS, _MOST_NAME = 12, 16  # a cell of that width holds its state in a word; names of operations are cut
+
+
+def no_lane_rows(incident: Incident, width: int) -> Iterator[Row]:
+    """In place of the operations that ranks have in common: that there are none, or of one rank alone."""
+    ranks = [rank for rank, record in incident.run.ranks.items() if len(record.operations)]
+    if not ranks:
+        yield row("no operations recorded")
+        return
+    text = f"operations of {ranks_named(ranks, 4)} alone are recorded, and nothing to compare with; enter shows what it waits in"
+    yield from (row(line, link=RowLink(screen=6, rank=ranks[0])) for line in wrapped(text, width))
 
 
 def grid_of(incident: Incident, lane: Lane) -> Grid:

@@ -30,6 +30,7 @@ from titan_ckpt.tui.rows import (
     truncate,
     wrapped,
 )
+from titan_ckpt.tui.screens.grid_rows import no_lane_rows
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -116,7 +117,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
             text = f"members not recorded, so these are the ranks seen to use the group: {', '.join(seen)}"
             yield from (row((line, Role.DIM)) for line in wrapped(text, width))
     elif not incident.lanes:
-        yield row("no operations recorded")
+        yield from no_lane_rows(incident, width)
 
 
 def _beginning(name: str, ranks: str, columns: tuple[int, int]) -> list[tuple[str, Role]]:
