@@ -195,6 +195,7 @@ class TitanApp(App[None]):
     def _opened(self, content: Content) -> None:
         self._above.append((self.session, self.pane.body.cursor, self.pane.number))
         first = 1 if content.chosen is not None else CheckpointsPane.number
+        content = content.beside(self.session.content)
         self.call_next(self._show_session, Session(content=content, clock=self.session.clock), None, first)
 
     async def _show_session(self, session: Session, cursor: int | None, number: int) -> None:

@@ -331,8 +331,9 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
                 line = indent
                 continue
             joint = " " if line.strip() else ""
-            lines.append(line + joint + word[:room])
-            word, line = word[room:], indent
+            begun = without_number(word[:room], word[room:]) or word[:room]  # a part of a number is another one
+            lines.append(line + joint + begun)
+            word, line = word[len(begun) :], indent
         joint = " " if line.strip() else ""
         if len(line) + len(joint) + len(word) > width:
             lines.append(line)

@@ -46,7 +46,7 @@ class Content:
 
     `metrics` is the path of metrics.jsonl or "". `has_runs` marks a folder of runs. `step` is the step named in the URL.
     `incidents` names all that are there, oldest first; `chosen` is the one that was asked for (None: the newest).
-    `evidence`: path, size and time of change of every file of the incident.
+    `evidence`: path, size and time of change of every file of the incident. `archive`: the URL of what was unpacked to `url`.
     """
 
     url: str
@@ -61,6 +61,16 @@ class Content:
     has_runs: bool = False
     step: int | None = None
     evidence: frozenset[tuple[str, int, float]] = frozenset()
+    archive: str = ""
+
+    @property
+    def shown_url(self) -> str:
+        """Where it is for people: of an archive not the private folder."""
+        return self.archive or self.url
+
+    def beside(self, other: Content) -> Content:
+        """This content, of the same archive as `other` if both are in one folder."""
+        return replace(self, archive=other.archive) if self.url == other.url else self
 
 
 def find_content(url: str, incident: str | None = None) -> Content:
@@ -92,7 +102,7 @@ def opened(url: str) -> Iterator[Content]:
             content = find_content(inside.url)
         except NotFoundError as error:
             raise StoreError(f"{redact(url)}: {flags[0].text}" if flags else f"{redact(url)}: {error}") from error
-        yield content
+        yield replace(content, archive=url)
 
 
 def left_no_process(content: Content) -> bool:

@@ -93,6 +93,14 @@ class Grid:
         return f"{round((self.first_ns + column * self.bin_ns) / 1e9, digits) + 0.0:+.{digits}f} s"
 
 
+def in_order(run: Run, found: Sequence[Lane]) -> list[Lane]:
+    """Lanes of one name one after the other, by their ranks; names as they come first."""
+    names: dict[str, int] = {}
+    for lane in found:
+        names.setdefault(str(run.groups[lane.group]), len(names))
+    return sorted(found, key=lambda lane: (names[str(run.groups[lane.group])], tuple(sorted(lane.members))))
+
+
 def build_grid(run: Run, lane: Lane) -> Grid:
     """Build the heatmap over sequence numbers."""
     codes = _states(run, lane)

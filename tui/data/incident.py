@@ -26,7 +26,7 @@ from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
-from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, failed_rows, newest_late
+from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, failed_rows, in_order, newest_late
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
@@ -294,7 +294,7 @@ def load_incident(url: str, incident: str | None = None, *, on_read: OnRead | No
 def diagnosed(run: Run) -> Incident:
     """The incident of a run: its verdicts, waits and lanes."""
     states = situations(run)
-    found, p2p = lanes(run), p2p_lanes(run)
+    found, p2p = in_order(run, lanes(run)), in_order(run, p2p_lanes(run))
     verdicts = tuple(diagnose(run))
     edges = tuple(told_waits(run, wait_edges(run, found, states), verdicts[0]))
     return Incident(

@@ -169,7 +169,7 @@ def standing(incident: Incident, now_s: float) -> Standing:
     """The state of the job. An unconfirmed verdict on a live job names nobody."""
     live, top = ticking(incident, now_s), incident.top
     if live and (incident.is_unconfirmed or top.verdict in NO_FAULT):
-        alive = f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive"
+        alive = f"{len(live):,} of {counted(incident.run.world_size, 'rank')} alive"
         facts = tuple(fact for fact in (step_text(incident, newest_of(live)), alive) if fact)
         found = alarms_now(incident, now_s)
         if found:

@@ -51,7 +51,7 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
         upload = metrics.uploads.get(step.step) if metrics is not None else None
         state = "" if step.best.state in (StepState.COMMITTED, StepState.FOREIGN) else str(step.best.state)
         size = f"{size_text(step.best):>9}  " if has_size else ""
-        since, took = state or (format_duration(gap) if gap else ""), _seconds(stall)
+        since, took = state or _since(gap), _seconds(stall)
         role = Role.BAD if is_bad else Role.DIM
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
                   (f"{since:<9}", role), f"  {size}{took:>8}  {_seconds(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip
@@ -61,6 +61,11 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else format_duration(value)
+
+
+def _since(gap_s: float | None) -> str:
+    """The time since the save before; times of files may be known to the second alone."""
+    return "" if gap_s is None else format_duration(gap_s) if gap_s else "under 1 s"
 
 
 def _gaps(found: RunSteps) -> dict[int, float]:

@@ -137,7 +137,7 @@ class CheckpointsPane(Pane):
         return (*versions, age, self._shown, self._pinned_step, self.session.incident.version)
 
     def title(self) -> str:
-        where = truncate_start(display_url(self.session.content.url), _PATH_WIDTH)
+        where = truncate_start(display_url(self.session.content.shown_url), _PATH_WIDTH)
         found = self.session.checkpoints.value
         if self._opened is not None:
             manifest = self._opened.manifest

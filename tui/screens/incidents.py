@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.message import Message
@@ -21,7 +22,7 @@ from titan_ckpt.tui.rows import Role, Row, RowList, TextSpan, head, piece, row, 
 from titan_ckpt.tui.widgets.line_view import LineView
 
 _NEWEST = "(newest attempt)"
-_WITH_TIME = 90
+_WITH_TIME, _WITH_WHY, _LEAST_NAME = 90, 60, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,15 +112,16 @@ def judge(url: str, name: str) -> Judged:
 
 def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged], width: int) -> list[Row]:
     """A heading, and a line per incident, the newest first; `shown` is marked."""
-    longest = min(max(len(name or _NEWEST) for name in names), max(width // 4, 16))
     kinds = max([len("verdict"), *(len(found.kind) for found in judged.values())])
+    room = max(width // 4, 16) if width >= _WITH_WHY else max(min(16, width - kinds - 4), _LEAST_NAME)
+    longest = min(max(cell_len(name or _NEWEST) for name in names), room)
     with_time = width >= _WITH_TIME
     stopped = f"{'when (UTC)':<19}  " if with_time else ""
     rows = [head(f"  {'incident':<{longest}}  {stopped}{'verdict':<{kinds}}  sure  why")]
     for name in names:
         found = judged.get(name)
         mark = "*" if name == shown else " "
-        label = f"{truncate_start(name or _NEWEST, longest):<{longest}}"
+        label = _in_cells(name or _NEWEST, longest)
         spans: tuple[TextSpan, ...] = (
             (f"{mark} ", Role.BOLD),
             (piece(label, name or _NEWEST), Role.BOLD),
@@ -130,7 +132,15 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
             continue
         when = f"{found.moment:<19}  " if with_time else ""
         facts = f"{found.kind:<{kinds}}  "
-        room = width - len(label) - len(when) - len(facts) - 10
+        room = width - longest - len(when) - len(facts) - 10
         rows.append(row(*spans, (when, Role.DIM), (facts, found.role), (f"{found.confidence:>4}  ", Role.DIM),
                         truncate(found.text, max(room, 12))))  # fmt: skip
     return rows
+
+
+def _in_cells(text: str, width: int) -> str:
+    """`text`, cut at its start or filled up to `width` cells: a wide character takes two."""
+    length = width
+    while cell_len(cut := truncate_start(text, length)) > width:
+        length -= 1
+    return cut + " " * (width - cell_len(cut))

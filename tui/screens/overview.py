@@ -102,7 +102,7 @@ class OverviewPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        where = redact(self.session.content.url)
+        where = redact(self.session.content.shown_url)
         if incident is None:
             return where
         name = f" · incident {incident.run.incident}" if incident.run.incident else ""
@@ -169,7 +169,7 @@ def live_rows(incident: Incident, now_s: float, width: int, *, is_following: boo
         return
     newest = newest_of(live)
     phase = f" ({newest.phase})" if newest.phase else ""
-    count = f"{len(live)} of {counted(incident.run.world_size, 'rank')} alive"
+    count = f"{len(live):,} of {counted(incident.run.world_size, 'rank')} alive"
     where = f"{step_text(incident, newest)}{phase}".strip()
     found = alarms_now(incident, now_s)
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
@@ -293,7 +293,8 @@ def _chain_rows(incident: Incident, width: int) -> Iterator[Row]:
     waiters: dict[int, dict[int, None]] = {}
     for edge in incident.edges:
         waiters.setdefault(edge.awaited, {})[edge.waiter] = None
-    for awaited, ranks in list(waiters.items())[:_MOST_AWAITED]:
+    order = sorted(waiters, key=lambda rank: (rank not in incident.top.culprits, rank))
+    for awaited, ranks in ((rank, waiters[rank]) for rank in order[:_MOST_AWAITED]):
         wait = "waited" if incident.is_past(ranks) else "waits" if len(ranks) == 1 else "wait"
         text = f"  {ranks_named(list(ranks), 8)} {wait} for rank {awaited}"
         yield from (row(line, link=RowLink(screen=6, rank=awaited)) for line in wrapped(text, width, "    "))
@@ -376,7 +377,7 @@ def _evidence_counts(run: Run) -> Iterator[Row]:
     for name, ranks in kinds.items():
         missing = sorted(set(run.ranks) - set(ranks))
         parts: list[TextSpan] = [
-            (f"  {name}: {len(ranks)} of {counted(world, 'rank')}", Role.PLAIN if ranks else Role.DIM)
+            (f"  {name}: {len(ranks):,} of {counted(world, 'rank')}", Role.PLAIN if ranks else Role.DIM)
         ]
         if ranks and missing:
             parts.append((f"  missing: {ranks_named(missing, 6)}", Role.WARN))

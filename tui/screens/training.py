@@ -27,7 +27,7 @@ from titan_ckpt.tui.pictures.curves import (
     smoothed,
     value_rows,
 )
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, wrapped
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.grid_view import GridView
 from titan_ckpt.tui.widgets.pane import Pane
@@ -93,6 +93,9 @@ class TrainingPane(Pane):
 
     def make_rows(self, width: int) -> Rows:
         metrics = self.session.metrics.value
+        if self.session.content.has_runs:
+            text = "a folder of runs: press enter to list them (screen 7); each has its own curves"
+            return RowList(row(line, link=RowLink(screen=7)) for line in wrapped(text, width))
         if metrics is None:
             return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
         return RowList(self._panels(metrics, width))

@@ -104,7 +104,7 @@ class SessionLoader:
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
-        s.content = content
+        s.content = content.beside(before)
         if self._is_lost:
             self._is_lost = False
             self._show_status("")

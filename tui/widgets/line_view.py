@@ -150,7 +150,9 @@ class LineView(ScrollView, can_focus=True):
         self.move_to(self.cursor + by * max(self.scrollable_content_region.height // 2, 1))
 
     def action_to_start(self) -> None:
-        self.move_to(0)
+        """To the first line; to the one after it if that is a heading alone of lines that enter opens."""
+        links = [self.rows.row(index, self.line_width).link for index in range(min(len(self.rows), 2))]
+        self.move_to(1 if len(links) == 2 and links[0] is None and links[1] is not None else 0)
 
     def action_to_end(self) -> None:
         self.move_to(len(self.rows) - 1)
