@@ -146,7 +146,7 @@ async def test_a_prefix_of_any_store_lists_its_runs_and_tiers(saved: Path, store
             copy_checkpoint(open_checkpoint(str(saved), step=step), target)
     app = TitanApp(find_content(store_url))
     async with app.run_test(size=(80, 24)) as pilot:
-        listed = await press(app, pilot, "g j")
+        listed = await press(app, pilot, "g")
         assert lines_with(listed, "▸ a ", " 20 ")
         assert lines_with(listed, "  b ", " 10 ")
         steps = await press(app, pilot, "enter")
@@ -171,7 +171,7 @@ async def test_a_step_is_read_from_one_tier_and_verified_in_both(runs: Path) -> 
         listed = await press(app, pilot, "G")
         for step, tier in ((40, "fast"), (30, "both"), (20, "both"), (10, "mirror")):
             assert lines_with(listed, f" {step}  committed", tier)
-        assert "step 10 · mesh" in await press(app, pilot, "g j j j j enter")
+        assert "step 10 · mesh" in await press(app, pilot, "g j j j enter")
         (data,) = (runs.parent / "safe" / "a" / "step-00000020").rglob("*.distcp")
         data.write_bytes(data.read_bytes()[:-1] + b"!")
         verified = await press(app, pilot, "escape k v")
@@ -219,7 +219,7 @@ async def test_foreign_checkpoints_are_listed_and_opened(tmp_path: Path) -> None
     for folder, step in (("run", 1200), ("alone", 0)):
         app = TitanApp(find_content(str(tmp_path / folder)), first_screen=7)
         async with app.run_test(size=(80, 24)) as pilot:
-            assert lines_with(await press(app, pilot, "g j"), f"{step}  foreign")
+            assert lines_with(await press(app, pilot, "g"), f"{step}  foreign")
             assert "model.w" in await press(app, pilot, "enter")
             assert "1 1" not in await press(app, pilot, "enter")
             assert "each cell shows" in screen_text(app)

@@ -106,7 +106,7 @@ async def test_the_cursor_starts_on_a_rank_where_none_is_at_fault() -> None:
         for number in "36":
             await press(app, pilot, number)
             assert "n0:9271" in screen_text(app), "details of rank 0"
-        await press(app, pilot, "g")
+        await press(app, pilot, "g k")
         assert "nothing more about this line" in screen_text(app)
 
 
@@ -114,7 +114,7 @@ async def test_details_follow_the_cursor_and_tab_moves_the_focus() -> None:
     app = app_of(SKIP, 3)
     async with app.run_test(size=(120, 36)) as pilot:
         await settled(app, pilot)
-        await press(app, pilot, "g j")
+        await press(app, pilot, "g")
         assert "rank 0" in screen_text(app)
         await press(app, pilot, "j j")
         assert "rank 2 ! culprit" in screen_text(app)

@@ -115,7 +115,7 @@ async def test_enter_on_the_verdict_leads_to_comparing_two_ranks(incident: Titan
         await settled(incident, pilot)
         assert "operation #7" in await press(incident, pilot, "enter")
         assert incident.pane.number == 3
-        await press(incident, pilot, "g", "j", "space", "j", "j")
+        await press(incident, pilot, "g", "space", "j", "j")
         compared = await press(incident, pilot, "d")
         assert re.search(r"! operation +all_reduce +broadcast", compared)
         assert re.search(r"! call site +faults.py:109 grad_sync +faults.py:122 c_skip", compared)
@@ -216,16 +216,16 @@ async def test_steps_are_listed_opened_verified_compared_and_planned(
         listed = await press(run, pilot, "7")
         assert "committed" in listed
         assert "partial" in listed
-        await press(run, pilot, "g", "j", "j", "j", "space")  # pin step 20
+        await press(run, pilot, "g", "j", "j", "space")  # pin step 20
         await press(run, pilot, "j")  # step 10
         shown_texts: list[str] = []
         monkeypatch.setattr(run, "show_status", shown_texts.append)
         assert "all bytes match what was saved" in await press(run, pilot, "v")
         assert any("(100%)" in text for text in shown_texts)
         await press(run, pilot, "escape")
-        await press(run, pilot, "g", "j", "j", "j", "j")
+        await press(run, pilot, "g", "j", "j", "j")
         assert "model.w" in await press(run, pilot, "d")
-        await press(run, pilot, "escape", "g", "j", "j", "j", "j")
+        await press(run, pilot, "escape", "g", "j", "j", "j")
         assert "64x8" in await press(run, pilot, "enter")
         await press(run, pilot, "g", "j", "enter")
         assert "each cell shows the rank" in shown(run)

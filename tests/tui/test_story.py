@@ -238,6 +238,18 @@ def test_colours_can_be_read_on_their_backgrounds() -> None:
         assert contrast(hex_of(found.tab.color), hex_of(found.tab.bgcolor)) >= 4.5, theme.name
 
 
+async def test_16_colours_can_be_read_on_white_and_on_black() -> None:
+    """Yellow and cyan cannot on white, blue on black; bold black is grey on many terminals."""
+    for theme in (theme for theme in THEMES.values() if theme.ansi):
+        colours = {style.color.name for style in looks.looks_of(theme).roles.values() if style.color is not None}
+        assert colours == {"red", "magenta"}
+    app = TitanApp(find_content(str(INCIDENTS / "straggler")), clock=lambda: NOW_S, theme="ansi-dark")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        assert app.query_one(bars.VerdictBar).has_class("warn")
+        assert not app.query_one(bars.VerdictBar).rich_style.bold
+
+
 def test_texts_that_the_style_sheet_colours_can_be_read() -> None:
     for theme in THEMES.values():
         if not theme.ansi:

@@ -20,14 +20,15 @@ _PLAIN: Mapping[Role, Style] = {
     Role.BOLD: Style(bold=True),
     Role.SPOT: Style(bold=True, reverse=True),
 }
+# Of the terminal's own colours only red and magenta can be read on white and on black.
 _ANSI: Mapping[Role, Style] = {
     **_PLAIN,
     Role.DIM: Style(dim=True),
     Role.HEAD: Style(bold=True, underline=True),
     Role.BAD: Style(color="red", bold=True),
     Role.SPOT_BAD: Style(color="red", bold=True, reverse=True),
-    Role.WARN: Style(color="yellow"),
-    Role.GOOD: Style(color="cyan"),
+    Role.WARN: Style(color="magenta"),
+    Role.GOOD: Style(),
     Role.NOTE: Style(color="magenta"),
 }
 _READABLE = 4.5  # WCAG 2.1, 1.4.3: contrast of text
