@@ -6,7 +6,7 @@ A rank that logs "connection closed by peer" or "timed out" is a witness, not a 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from signal import Signals
@@ -14,15 +14,12 @@ from signal import Signals
 from titan_ckpt.debug.incident.contradictions import is_last_word, rank_list
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent, RankLog
-from titan_ckpt.debug.read.log_names.places import offsets
-from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
-from titan_ckpt.debug.read.text.job_text import OWN, JobText
-from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
+from titan_ckpt.debug.read.log_names.owners import Owners
+from titan_ckpt.debug.read.log_names.pids import note_hosts
+from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
-from titan_ckpt.debug.read.text.schedulers.tasks import tasks_of
 from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
 from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of
-from titan_ckpt.debug.read.text.writers.labels import Writer
 
 UNCAUGHT = 1  # Python's exit code after an uncaught exception
 MOST_NAMED = 65_536  # a larger number in a text is damage
@@ -42,16 +39,17 @@ class JobLogs:
     num_ranks: int  # as many as texts name
 
 
-def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = None) -> JobLogs:
-    """Resolve the writers of all files at once: a pid named in one file may be a rank in another. `known_pids`: rank by pid."""
-    who = _Who(texts, known_pids or {})
+def combine(texts: Sequence[JobText], known: Iterable[tuple[int, int, str]] = ()) -> JobLogs:
+    """Resolve the writers of all files at once: a pid named in one file may be a rank in another. `known`: pid, rank and host."""
+    note_hosts(texts)
+    who = Owners(texts, known)
     ranks: defaultdict[int, list[RankLog]] = defaultdict(list)
     job: list[RankLog] = []
     exits: list[Exit] = []
     for text in texts:
         by_rank: defaultdict[int, list[Stream]] = defaultdict(list)
         for writer, stream in text.writers.items():
-            by_rank[who.rank(writer)].append(stream)
+            by_rank[who.owner(writer, stream)].append(stream)
         ended = _exits(text, who, texts)
         exits += ended
         for rank in _unheard(text, by_rank, ended):
@@ -66,6 +64,8 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
         _take_unplaced(text, who, job)
     pids = {rank: pid for pid, rank in who.spawned.items()}
     pids.update({ended.rank: ended.pid for ended in exits if ended.pid is not None})
+    for rank, pid in pids.items():
+        who.pids.add(pid, rank)
     pids.update({rank: writer[2] for writer, rank in who.links.items() if writer[0] == "pid"})
     crashes = [
         (who.rank(writer), text.source, "\n".join(stream.crash))
@@ -77,7 +77,7 @@ def combine(texts: Sequence[JobText], known_pids: Mapping[int, int] | None = Non
         ranks=ranks, job=merge_logs(job), exits=exits, launcher=_launcher(texts, exits), hosts=who.hosts, pids=pids,
         crashes=crashes, num_ranks=_num_ranks([*chain.from_iterable(ranks.values()), *job]),
     )  # fmt: skip
-    return _with_meant_ranks(_with_abort(logs))
+    return _with_meant_ranks(who, _with_abort(logs))
 
 
 def _with_abort(logs: JobLogs) -> JobLogs:
@@ -104,98 +104,10 @@ def _num_ranks(logs: Sequence[RankLog]) -> int:
     return max(number for number in numbers if number <= MOST_NAMED)
 
 
-class _Who:
-    """The ranks of writers that are named otherwise: by process, by place on a host, by node."""
-
-    def __init__(self, texts: Sequence[JobText], known_pids: Mapping[int, int]) -> None:
-        self.links: dict[Writer, int] = {}
-        self.hosts: dict[int, str] = {}
-        self.spawned: dict[int, int] = {}  # pid -> rank, by the launcher that started them
-        self._pids: dict[int, int] = dict(known_pids)
-        self.tasks = tasks_of(texts)
-        writers = {writer for text in texts for writer in text.writers}
-        for text in texts:
-            self.links.update({writer: rank for writer, rank in text.links.items() if rank <= MAX_RANK})
-            self.hosts.update(text.hosts)
-            for ending in text.endings.found:
-                self._learn(text, ending)
-            self.spawned.update({pid: self._on_one_host(text, local) for pid, local in text.endings.spawned.items()})
-        self._pids.update(self.spawned)
-        self._pids.update({writer[2]: rank for writer, rank in self.links.items() if writer[0] == "pid"})
-        self._offsets = offsets(texts, self.links)
-        self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
-        has_launcher = any(text.endings.has_launcher for text in texts)
-        has_places = (
-            has_launcher or any(writer[0] in ("rank", "local", "task") for writer in writers) or bool(self.links)
-        )
-        nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
-        self._nodes = (
-            hosts_of_one_rank(writers, self.hosts) if has_places else {**nodes, **single_process_hosts(writers)}
-        )
-
-    def _learn(self, text: JobText, ending: Ending) -> None:
-        if ending.rank is None or (ending.is_task and self.tasks.of_ending(ending) != ending.rank):
-            return
-        if ending.local_rank is not None:
-            self.links.setdefault(("local", f"{text.scope}|", ending.local_rank), ending.rank)
-        if ending.pid:
-            self._pids.setdefault(ending.pid, ending.rank)
-        if ending.host:
-            self.hosts.setdefault(ending.rank, ending.host)
-
-    def _on_one_host(self, text: JobText, local: int) -> int:
-        """The rank with this number on the host of a launcher: the same number, unless a line says otherwise."""
-        return self.links.get(("local", f"{text.scope}|", local), local)
-
-    def rank(self, writer: Writer) -> int:
-        """The rank of a writer, -1 where it is not known."""
-        kind, place, number = writer
-        if kind in ("rank", OWN):
-            return number if number <= MAX_RANK else -1
-        if writer in self.links:
-            return self.links[writer]
-        if kind == "task":
-            rank = self.tasks.of_label(number)
-            return rank if rank <= MAX_RANK else -1
-        if kind == "local":
-            return self._offsets.get(place, 0) + number
-        if kind == "pid":
-            return self._pids.get(number, self._nodes.get(writer, -1))
-        return self._nodes.get(writer, -1)
-
-    def of_ending(self, text: JobText, ending: Ending) -> int:
-        """The rank that ended."""
-        if ending.rank is not None:
-            return self.tasks.of_ending(ending) if ending.is_task else ending.rank
-        if ending.local_rank is not None:
-            place = f"{text.scope}|{ending.host}"
-            if ending.host and place not in self._offsets and self._num_hosts > 1:
-                return -1
-            return self.rank(("local", place, ending.local_rank))
-        return self.of_pid(ending.pid)
-
-    def of_task(self, task: int) -> list[int]:
-        """The rank that a task is, where that is known."""
-        return [task] if self.tasks.are_ranks and task <= MAX_RANK else []
-
-    def of_pid(self, pid: int | None) -> int:
-        return self._pids.get(pid, -1) if pid else -1
-
-    def of_hosts(self, hosts: str) -> list[int]:
-        """The ranks on hosts in Slurm's notation, such as `node[003-004]`."""
-        return [rank for host in expanded(hosts) for rank in self.of_host(host)]
-
-    def of_host(self, host: str) -> list[int]:
-        """The ranks on a host, by its short name."""
-        short = host.partition(".")[0]
-        known = [rank for rank, name in self.hosts.items() if short and name.partition(".")[0] == short]
-        return known or [rank for writer, rank in self._nodes.items() if writer[1] == host]
-
-
 # --------------------------------------------------------------------------------------------------------- endings
 
 
-def _exits(text: JobText, who: _Who, texts: Sequence[JobText]) -> list[Exit]:
+def _exits(text: JobText, who: Owners, texts: Sequence[JobText]) -> list[Exit]:
     """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's. `texts`: all files."""
     told = text.endings.told
     found: dict[int, Exit] = {}
@@ -219,7 +131,7 @@ def _exits(text: JobText, who: _Who, texts: Sequence[JobText]) -> list[Exit]:
 MOST_LEFT = 1024
 
 
-def _last_of_folder(texts: Sequence[JobText], who: _Who) -> int:
+def _last_of_folder(texts: Sequence[JobText], who: Owners) -> int:
     """The highest rank that has a folder of logs, where one torchrun of one host made all of these; -1 elsewhere."""
     made = {text.default for text in texts if text.default[0] == "local"}
     launchers = [text for text in texts if text.endings.is_elastic]
@@ -227,7 +139,7 @@ def _last_of_folder(texts: Sequence[JobText], who: _Who) -> int:
     return max(map(who.rank, made)) if is_one else -1
 
 
-def _stopped(text: JobText, who: _Who, found: Mapping[int, Exit], last: int) -> list[Exit]:
+def _stopped(text: JobText, who: Owners, found: Mapping[int, Exit], last: int) -> list[Exit]:
     """Ranks that torchrun's table of failures does not list: those it stopped, if as many are left over, or that ended well.
     `last`: the highest rank that it started, where that is known; its table, which has times, lists all of these that failed."""
     listed = {ended.pid for ended in found.values()}
@@ -264,11 +176,12 @@ def _unheard(text: JobText, by_rank: Mapping[int, Sequence[Stream]], exits: Sequ
     return between if len(between) == len(text.endings.unmoved) == len(text.endings.told) else []
 
 
-def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]], job: list[RankLog]) -> None:
+def _take_notes(text: JobText, who: Owners, ranks: defaultdict[int, list[RankLog]], job: list[RankLog]) -> None:
     """What was said of processes and hosts, as events of the ranks that are meant, else of the job."""
     for note in text.endings.notes:
         pid = note.values.get("pid", "")
-        meant = [who.of_pid(int(pid))] if pid else who.of_hosts(note.values.get("host", ""))
+        host = note.values.get("host", "")
+        meant = [who.pids.rank(int(pid), host)] if pid else who.of_hosts(host)
         if "rank" in note.values:
             meant = [int(note.values["rank"])]
         elif "task" in note.values:
@@ -282,7 +195,7 @@ def _take_notes(text: JobText, who: _Who, ranks: defaultdict[int, list[RankLog]]
             job.append(RankLog(source=text.source, events=(event,)))
 
 
-def _take_unplaced(text: JobText, who: _Who, job: list[RankLog]) -> None:
+def _take_unplaced(text: JobText, who: Owners, job: list[RankLog]) -> None:
     """Ends of processes of which nothing says which ranks they were."""
     for ending in text.endings.found:
         if ending.code in (0, -int(Signals.SIGTERM)) or 0 <= who.of_ending(text, ending) <= MAX_RANK:
@@ -368,18 +281,17 @@ def _is_uncaught(job: RankLog, event: LogEvent) -> bool:
     return is_own and "announced" not in event.values and "handled" not in event.values
 
 
-def _with_meant_ranks(logs: JobLogs) -> JobLogs:
+def _with_meant_ranks(who: Owners, logs: JobLogs) -> JobLogs:
     """Events of the kernel and of drivers that name a process of a known rank, moved to that rank; so the text of an abort or
     of an uncaught exception, where only one rank ended so."""
     if logs.job is None:
         return logs
-    by_pid = {pid: rank for rank, pid in logs.pids.items()}
     aborted, raising = _aborted_rank(logs), _raising_rank(logs)
     ranks = {rank: list(found) for rank, found in logs.ranks.items()}
     kept = []
     for event in logs.job.events:
         pid = event.values.get("pid", "")
-        rank = by_pid.get(int(pid), -1) if pid.isdigit() else -1
+        rank = who.pids.rank(int(pid), event.values.get("host", "")) if pid.isdigit() else -1
         if event.kind == EventKind.COMM_MISMATCH and is_last_word(event):
             rank = aborted
         elif _is_uncaught(logs.job, event):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -13,6 +13,7 @@ from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
+from titan_ckpt.debug.read.log_names.pids import Pids
 from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
 from titan_ckpt.debug.read.recorder_files import LiveProcess
@@ -238,11 +239,11 @@ def _writer(file: EvidenceFile) -> Writer:
 
 def finish_texts(evidence: RunEvidence) -> None:
     """Give every rank its logs, exits and crash stacks, once all files were read."""
-    pids: dict[int, int] = {}
+    processes: list[tuple[int, int, str]] = []
     for rank, known in evidence.ranks.items():
         pid = known.sidecar.pid if known.sidecar else known.box.pid if known.box else None
         if pid:
-            pids[pid] = rank
+            processes.append((pid, rank, known.sidecar.host if known.sidecar else ""))
     _forget_earlier_attempts(evidence.texts)
     if evidence.ranks:
         name_recorded(evidence.texts, sum(found.sidecar is not None for found in evidence.ranks.values()))
@@ -250,7 +251,7 @@ def finish_texts(evidence: RunEvidence) -> None:
         name_ranks(evidence.texts)
     take_calls(evidence.texts)
     texts = [*evidence.texts, *compared(evidence.progress)]
-    logs = combine(texts, pids)
+    logs = combine(texts, processes)
     for rank, found in logs.ranks.items():
         if not evidence.recorded_ranks or rank < evidence.recorded_ranks:
             evidence.ranks[rank].logs.extend(found)
@@ -276,7 +277,8 @@ def finish_texts(evidence: RunEvidence) -> None:
     evidence.launcher = logs.launcher or evidence.launcher
     evidence.job_log = _without_ranks_noise(logs.job)
     evidence.hosts, evidence.pids = {**logs.hosts, **evidence.host_of_file}, {**logs.pids, **evidence.pid_of_file}
-    _place_processes(evidence, {**{pid: rank for rank, pid in evidence.pids.items()}, **pids})
+    numbered = [*((pid, rank) for rank, pid in evidence.pids.items()), *((pid, rank) for pid, rank, _ in processes)]
+    _place_processes(evidence, Pids(numbered, evidence.hosts))
 
 
 def take_calls(texts: Sequence[JobText]) -> None:
@@ -287,13 +289,13 @@ def take_calls(texts: Sequence[JobText]) -> None:
         by_source[told.source].num_ranks = max(by_source[told.source].num_ranks, told.size)
 
 
-def _place_processes(evidence: RunEvidence, ranks: Mapping[int, int]) -> None:
-    """Give stacks to the ranks of their processes; `ranks` by pid."""
+def _place_processes(evidence: RunEvidence, pids: Pids) -> None:
+    """Give stacks to the ranks of their processes."""
     for process in evidence.processes:
-        rank = ranks.get(process.pid or -1)
-        if rank is None and process.local_rank is not None and not evidence.ranks.get(process.local_rank):
+        rank = pids.rank(process.pid) if process.pid else -1
+        if rank < 0 and process.local_rank is not None and not evidence.ranks.get(process.local_rank):
             rank = process.local_rank
-        if rank is None:
+        if rank < 0:
             text = f"stacks of process {process.pid or '?'}: nothing says which rank it is"
             evidence.flag(FlagKind.RANK_UNKNOWN, text, process.stacks.source)
         else:

@@ -14,7 +14,7 @@ from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.caught import Caught, mark
-from titan_ckpt.debug.read.text.writers.introductions import ON_HOST, STARTED, introduction, listening_rank
+from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, listening_rank, on_host
 from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.of_run import OfRun
@@ -81,6 +81,8 @@ class JobText:
             writer = self._named_inside(line, writer)
         elif "pid" in line.text and (match := introduction(line.text)) and int(match["rank"]) == writer[2]:
             self._introduce(writer[2], match["before"] or match["pid"])
+            if found := on_host(line.text):
+                self.hosts.setdefault(*found)
         elif "pid" in line.text and writer[0] == "rank" and (match := STARTED.search(line.text[:200])):
             self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
             if match["host"]:
@@ -204,8 +206,8 @@ class JobText:
             self.recorded.add(listening)
             return writer
         else:
-            if match := ON_HOST.search(line.text[:200]):
-                self.hosts.setdefault(int(match["rank"] or match["other"]), match["host"] or match["named"])
+            if found := on_host(line.text):
+                self.hosts.setdefault(*found)
             if match := introduction(line.text):
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
                 if writer[0] == "local":

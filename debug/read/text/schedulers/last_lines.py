@@ -1,7 +1,8 @@
 """The last line of a job, with its exit code or word of a failure, as shells, launchers and runners print it.
 
 Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, conda run, PyCharm's console, the runners of GitHub Actions and
-GitLab, Jenkins; LSF's report; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct.
+GitLab, Jenkins; LSF's report; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct; GNU time, supervisord (`exit status 1;
+not expected`), Airflow (`local_task_job_runner.py`) and HTCondor's event log.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ _CODE = re.compile(
     r"exited with (?:status|(?:exit )?code) "
     r"|ERROR: Job failed: exit code |\+{1,4} exit )(?P<code>-?\d{1,9})\.?(?: \([\w :]{1,60}\))?\s*$",
     re.IGNORECASE,
+)
+_ENDED = re.compile(
+    r"(?:^Exited with exit code |\bTask exited with return code |^Command exited with non-zero status |\(exit status "
+    r"|[\w./-]{1,200}\.(?:py|sh) exited with (?:(?:exit )?code |status )?)(?P<code>\d{1,3})(?:\.?\s*$|; (?:not )?expected\)$)"
+    r"|(?:\(\d\) Abnormal termination \(signal |^Command terminated by signal )(?P<signal>\d{1,2})\)?$"
 )
 _FAILED = re.compile(
     r"Finished: FAILURE\s*$|ERROR conda\.cli\.main_run:|srun: error: Unable to create step|slurmstepd: error: execve\(\)"
@@ -43,9 +49,13 @@ def last_code(text: str) -> int | None:
 
     >>> last_code("exit code: 0"), last_code("make: *** [Makefile:12: train] Error 137"), last_code("Finished: FAILURE")
     (0, 137, 1)
+    >>> last_code("Command exited with non-zero status 139"), last_code("(0) Abnormal termination (signal 9)")
+    (139, -9)
     """
     if match := _CODE.match(text):
         return int(match["code"])
+    if match := _ENDED.search(text[:400]):
+        return int(match["code"]) if match["code"] else -int(match["signal"])
     if text.strip() == "Successfully completed.":  # LSF's report
         return 0
     match = _SACCT.match(text)

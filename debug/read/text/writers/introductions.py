@@ -18,13 +18,29 @@ STARTED = re.compile(
     rf"\b(?:host|node)(?:name)?[ =:]{{1,2}}(?P<host>[\w.-]{{1,80}}){_FACTS},? {_PID}(?P<pid>\d{{2,9}})\b"
     rf"|^{_PID}(?P<own>\d{{2,9}})\b(?!.*{_ENDED})|{_PID}(?P<first>\d{{2,9}}),? started\b"
 )
-# A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`.
-ON_HOST = re.compile(
+# A rank with its host: `rank=8 world=16 host=c002`, `rank 8 on n2`, `host n2 rank 8`.
+_ON_HOST = re.compile(
     r"\b[Rr]ank[ =:]{1,2}(?P<rank>\d{1,6})\b(?:/\d{1,6}| of \d{1,6})?"
     + _FACTS
     + r",? host(?:name)?[ =:]{1,2}(?P<host>[A-Za-z][\w.-]{0,80})"
     r"|\b[Rr]ank (?P<other>\d{1,6}) on (?P<named>[A-Za-z][\w.-]{0,60}\d)\b"
+    r"|\bhost(?:name)?[ =:]{1,2}(?P<place>[A-Za-z][\w.-]{0,80}),? [Rr]ank[ =:]{1,2}(?P<there>\d{1,6})\b"
 )
+
+
+def on_host(text: str) -> tuple[int, str] | None:
+    """The rank and the host that a line names together.
+
+    >>> on_host("host node1 rank 11 local_rank 3 pid 4713")
+    (11, 'node1')
+    """
+    match = _ON_HOST.search(text[:200])
+    if match is None:
+        return None
+    rank, host = match["rank"] or match["other"] or match["there"], match["host"] or match["named"] or match["place"]
+    return int(rank), host
+
+
 _NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
 
 
