@@ -85,6 +85,14 @@ def flags(run: Run) -> Iterator[Flag]:
         yield Flag(flag=FlagKind.CLOCK_SKEW, ranks=skewed, text=text)
 
 
+def old_dumps(run: Run) -> tuple[int, ...]:
+    """The few ranks whose dump is of an earlier attempt: it lacks what all finished together, at times that are none of the
+    others'. What they waited in says nothing of this attempt."""
+    behind = _dumped_too_early(run)
+    old = tuple(rank for rank in _other_clocks(run) if rank in behind) if behind else ()
+    return old if 2 * len(old) < len(run.ranks) else ()
+
+
 def _spread_of_dumps(run: Run) -> float:
     """Seconds between the first and the last rank's newest dump."""
     newest = [

@@ -128,6 +128,12 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         job_log=evidence.job_log,
         read_ns=time.time_ns(),
     )
+    if old := [rank for rank in disagreement.old_dumps(run) if evidence.ranks[rank].box is None]:
+        for rank in old:
+            evidence.ranks[rank].dumps.clear()
+        text = "the dump of these ranks is of an earlier attempt: the others finished together what it still waits in"
+        evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=(*old,)))
+        return assemble(evidence, incident, incidents)
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
 
 

@@ -66,7 +66,8 @@ def combine(texts: Sequence[JobText], known: Iterable[tuple[int, int, str]] = ()
     pids.update({ended.rank: ended.pid for ended in exits if ended.pid is not None})
     for rank, pid in pids.items():
         who.pids.add(pid, rank)
-    pids.update({rank: writer[2] for writer, rank in who.links.items() if writer[0] == "pid"})
+    links = (link for text in texts for link in text.links.items())
+    pids.update({rank: writer[2] for writer, rank in links if writer[0] == "pid" and rank <= MAX_RANK})
     crashes = [
         (who.rank(writer), text.source, "\n".join(stream.crash))
         for text in texts

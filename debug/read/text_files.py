@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
-from titan_ckpt.debug.read.log_names.pids import Pids
+from titan_ckpt.debug.read.log_names.pids import Pids, host_in
 from titan_ckpt.debug.read.log_names.pods import pod_log
 from titan_ckpt.debug.read.logs import combine
 from titan_ckpt.debug.read.recorder_files import LiveProcess
@@ -292,7 +292,8 @@ def take_calls(texts: Sequence[JobText]) -> None:
 def _place_processes(evidence: RunEvidence, pids: Pids) -> None:
     """Give stacks to the ranks of their processes."""
     for process in evidence.processes:
-        rank = pids.rank(process.pid) if process.pid else -1
+        host = host_in(process.stacks.source, set(evidence.hosts.values()))
+        rank = pids.rank(process.pid, host) if process.pid else -1
         if rank < 0 and process.local_rank is not None and not evidence.ranks.get(process.local_rank):
             rank = process.local_rank
         if rank < 0:

@@ -291,6 +291,17 @@ def test_dump_taken_too_early_is_flagged(tmp_path: Path) -> None:
     assert found[FlagKind.DUMP_SKEW] == (1,)
 
 
+def test_a_dump_of_an_earlier_attempt_is_left_out(tmp_path: Path) -> None:
+    """Rank 1 has dumped nothing this time: its old dump ends in an operation that all the others finished together since."""
+    for rank in range(4):
+        count, start_ns = (5, 10**18 - 3600 * 10**9) if rank == 1 else (9, 10**18)
+        (tmp_path / f"rank_{rank}.json").write_bytes(nccl_dump({"0": [0, 1, 2, 3]}, "0", count, start_ns=start_ns))
+    run = open_run(str(tmp_path))
+    assert [flag.ranks for flag in run.flags if flag.flag == FlagKind.EARLIER_ATTEMPT] == [(1,)]
+    assert not len(run.ranks[1].operations)
+    assert diagnose(run)[0].culprits == ()
+
+
 def test_dumps_written_long_apart_are_flagged(tmp_path: Path) -> None:
     for rank in range(2):
         path = tmp_path / f"rank_{rank}.json"

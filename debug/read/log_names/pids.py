@@ -39,14 +39,21 @@ class Pids:
         return not host or not known or known.partition(".")[0] == host.partition(".")[0]
 
 
+def host_in(path: str, known: Iterable[str]) -> str:
+    """The one of these hosts whose name is a word of a path, as in `pyspy_node-1.txt`; "" if none or several are."""
+    found = {
+        host for host in known if host in path and re.search(rf"(?<![A-Za-z0-9]){re.escape(host)}(?![A-Za-z0-9])", path)
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
 def note_hosts(texts: Sequence[JobText]) -> None:
     """Give what a host's kernel wrote of a process the name of the host: of the line's prefix, or a rank's in the file's name."""
     known = {host for text in texts for host in text.hosts.values()}
     for text in texts:
-        words = set(re.split(r"[^A-Za-z0-9]+", text.source.rpartition("/")[2]))
-        of_file = [host for host in known if host in words]
+        of_file = host_in(text.source, known)
         for (kind, place, _), stream in text.writers.items():
-            host = place if kind == "host" else of_file[0] if len(of_file) == 1 and kind == NOBODY[0] else ""
+            host = place if kind == "host" else of_file if kind == NOBODY[0] else ""
             for events in (stream.first, stream.last) if host else ():
                 for n, event in enumerate(events):
                     if "pid" in event.values:

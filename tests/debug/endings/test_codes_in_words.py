@@ -40,6 +40,22 @@ def test_the_last_line_of_a_wrapper_is_its_ranks_end(tmp_path: Path) -> None:
     assert (top.verdict, top.culprits) == ("RANK_DIED", (2,))
 
 
+ENDS = [
+    "[2026-11-22, 10:19:01 UTC] {local_task_job_runner.py:240} INFO - Task exited with return code 1",  # Airflow
+    "005 (4711.000.000) 2026-11-22 10:19:01 Job terminated.\n\t(0) Abnormal termination (signal 9)",  # HTCondor
+    "Command exited with non-zero status 139\n\tUser time (seconds): 1020.31",  # GNU time
+    "Exited with exit code 1.\n\nResource usage summary:\n\n    CPU time :   1020.00 sec.",  # LSF
+    "2026-11-22 10:19:01,123 WARN exited: train (exit status 1; not expected)",  # supervisord
+    "train.py exited with 1",
+]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_job_that_ended_with_an_error_does_not_run(end: str, tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(f"{STEPS}{end}\n")
+    assert diagnose(open_run(str(tmp_path)))[0].verdict not in ("RUNNING", "HEALTHY")
+
+
 def test_a_local_rank_counts_from_the_first_of_its_host(tmp_path: Path) -> None:
     (tmp_path / "console.log").write_text(
         "+ torchrun --nnodes=2 --node_rank=1 --nproc_per_node=4 train.py\nstep 0\nstep 1\n"
