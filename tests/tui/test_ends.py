@@ -85,6 +85,8 @@ def test_waits_that_a_recorder_knows_the_end_of_are_bars_too() -> None:
     assert "░" not in bars[1]
     assert "━" in bars[1]
     assert min(bars[rank].count("░") for rank in (0, 2, 3)) > 60
+    waits = [row.text.strip() for row in wait_rows(incident, 120)]
+    assert sum("waited for rank 1 again and again · default_pg" in text for text in waits) == 3
 
 
 async def test_the_wait_for_a_killed_rank_has_a_column() -> None:

@@ -228,6 +228,8 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     if edge.waiter in incident.failed:
         op = incident.run.operation(edge.waiter, incident.failed[edge.waiter])
         return [(f"failed in {op.op} #{op.seq}", 0), *group]
+    if incident.is_slow and edge.waiter not in incident.wait_of:  # all that it waited in has ended
+        return [(f"waited for rank {edge.awaited} again and again", 0), *group]
     number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
     if incident.is_over:
         return [(f"{_operation(incident, edge)}{number}", 0), *_ENDED, *group, *sure]
