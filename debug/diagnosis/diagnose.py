@@ -156,8 +156,7 @@ def _faults(
     waits += off_rhythm(run, [root for root in ends.sinks if root not in absent], edges, states)
     waits += (deadlock(run, cycle, edges, states) for cycle in ends.cycles)
     yield from beside_the_waits(odd, waits)
-    lost = [] if edges or mismatches else [*lost_ranks(run, states)]
-    yield from [named_together(lost)] if len(lost) > 1 else lost or transport(run, found_lanes)
+    yield from _lost(run, states, edges or mismatches) or transport(run, found_lanes)
     yield from named_ranks(run, states)
     yield from reported(run, states)
     if not found_lanes:
@@ -174,6 +173,12 @@ def _faults(
     for rank, state in states.items():
         if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
+
+
+def _lost(run: Run, states: Mapping[int, Situation], others: Sequence[object]) -> list[Verdict]:
+    """What is said of the ranks that were lost in a common wait, if nothing else parts the ranks."""
+    lost = [] if others else [*lost_ranks(run, states)]
+    return [named_together(lost)] if len(lost) > 1 else lost
 
 
 def _awaited(

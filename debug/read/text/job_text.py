@@ -79,14 +79,8 @@ class JobText:
         writer = self._writer(line)
         if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
             writer = self._named_inside(line, writer)
-        elif "pid" in line.text and (match := introduction(line.text)) and int(match["rank"]) == writer[2]:
-            self._introduce(writer[2], match["before"] or match["pid"])
-            if found := on_host(line.text):
-                self.hosts.setdefault(*found)
-        elif "pid" in line.text and writer[0] == "rank" and (match := STARTED.search(line.text[:200])):
-            self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
-            if match["host"]:
-                self.hosts.setdefault(writer[2], match["host"])
+        elif "pid" in line.text:
+            self._note_start(line.text, writer)
         told = self._told.owner(line, self.endings.found)
         if told is not None:
             self.links.setdefault(told, told[2])
@@ -218,6 +212,17 @@ class JobText:
         if line.task is not None:
             self.tasks[line.task].add(rank)
         return ("rank", "", rank)
+
+    def _note_start(self, text: str, writer: Writer) -> None:
+        """The process and the host that a rank names as its own."""
+        if (match := introduction(text)) and int(match["rank"]) == writer[2]:
+            self._introduce(writer[2], match["before"] or match["pid"])
+            if found := on_host(text):
+                self.hosts.setdefault(*found)
+        elif writer[0] == "rank" and (match := STARTED.search(text[:200])):
+            self.links.setdefault(("pid", "", int(match["pid"] or match["own"] or match["first"])), writer[2])
+            if match["host"]:
+                self.hosts.setdefault(writer[2], match["host"])
 
     def _introduce(self, rank: int, pid: str | None) -> None:
         """A line such as `rank 3/8 pid 4711`, by which a program says who it is."""
