@@ -26,7 +26,8 @@ _OF_OTHERS = re.compile(
 
 # What a rank raises in its own code that lost another one: a connection, a pipe, a file that the other one writes.
 _LOST = re.compile(
-    r"(?:[\w.]{1,80}\.)?(?:Connection\w{0,20}Error|BrokenPipeError|EOFError|FileNotFoundError|URLError|RemoteDisconnected|\w{0,20}DiedError)\b"
+    r"(?:[\w.]{1,80}\.)?(?:(?:Connection\w{0,20}Error|BrokenPipeError|EOFError|URLError|RemoteDisconnected|\w{0,20}DiedError)\b"
+    r"|FileNotFoundError: .{0,300}(?:rank|worker|peer)[_-]?\d)"
 )
 AT_ONCE_S = 5.0  # the time of a traceback is that of the record before it
 

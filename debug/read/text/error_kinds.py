@@ -140,7 +140,7 @@ _GAVE_UP = re.compile(
     re.IGNORECASE,
 )
 _NAMED = re.compile(
-    r"(?:(?:(?<![a-z])|_)(?:ranks?|workers?|peers?)[ _:#-]{0,2}|missing[ =:]{1,2})\[?(\d{1,6}(?:, ?\d{1,6}){0,100})",
+    r"(?:(?:(?<![a-z])|_)(?:ranks?|workers?|peers?)[ _:#-]{0,2}\[?|missing ?[=:]? ?\[)(\d{1,6}(?:, ?\d{1,6}){0,100})",
     re.IGNORECASE,
 )
 
@@ -150,8 +150,8 @@ def blamed(text: str, rank: int) -> str:
 
     >>> blamed("RuntimeError: rank 2 did not respond within 60 s", 0), blamed("RuntimeError: rank 2 did not respond", 2)
     ('2', '')
-    >>> blamed("TimeoutError: waited 600 s for /run/done_rank2", 0)
-    '2'
+    >>> blamed("TimeoutError: waited 600 s for /run/done_rank2", 0), blamed("RuntimeError: missing 3 keys", 0)
+    ('2', '')
     """
     if rank < 0:
         return ""

@@ -83,6 +83,13 @@ def test_what_one_raises_that_lost_another_is_no_cause(tmp_path: Path, error: st
     assert culprits(tmp_path, rank0=lost, rank1="step 3\n") == (0,)
 
 
+def test_a_missing_file_of_nobodys_may_be_the_cause(tmp_path: Path) -> None:
+    times = [f"2026-11-25 10:00:{second:02d} INFO step 3\n" for second in (5, 6)]
+    missing = raised("FileNotFoundError: [Errno 2] No such file or directory: '/data/train-0017.bin'", 99, times[0])
+    found = top(tmp_path, rank0=missing, rank1=raised("ValueError: empty batch", 88, times[1]))
+    assert (found.culprits, found.suspects) == ((), (0, 1))
+
+
 NAMING = [
     "TimeoutError: 600 s: still waiting for ['/sync/done_rank2']",
     "RuntimeError: no heartbeat from rank [2] for 60 s",
