@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
-from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_rhythm
+from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, keeps_rhythm, left_rhythm
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import SEND, Evidence, Operation, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, SEND, Evidence, Operation, Run, Situation, Verdict
 
 HISTORY = 64
 
@@ -61,7 +61,12 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
     cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
     if any(edge.is_p2p for edge in inside):
         found = (
-            _off_rhythm(cycle) or _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _skipped(cycle)
+            _off_rhythm(cycle)
+            or _p2p_cycle(cycle)
+            or _odd_one(cycle)
+            or _half_missing(cycle)
+            or _wrong_group(cycle)
+            or _skipped(cycle)
         )
     else:
         found = _wrong_group(cycle) or _skipped(cycle) or _off_rhythm(cycle)
@@ -128,17 +133,19 @@ def _called(run: Run, operation: Operation) -> str:
 
 def _p2p_cycle(cycle: _Cycle) -> _Finding | None:
     if not all(edge.is_p2p for edge in cycle.inside):
-        return None
+        odd = _odd_one(cycle)  # it came once more than the other, which went on with its collectives
+        return odd if odd is not None and len(odd.culprits) == 1 else None
     return _odd_one(cycle) or _circle(cycle)
 
 
 def _circle(cycle: _Cycle) -> _Finding:
-    """Nobody left an order: the program lets each wait for the other."""
+    """Nobody left an order: the program lets each wait for the other. Where all had come through these sends and receives before,
+    one of them must have done something else this time."""
     return _Finding(
         verdict=VerdictKind.P2P_CYCLE,
         culprits=cycle.ranks,
         victims=cycle.outside,
-        basis=_sureness(cycle),
+        basis=Basis.CYCLE_TIE if _is_by_one(cycle) else _sureness(cycle),
         headline=f"ranks {_list(cycle.ranks)} each wait for another's half of a send/recv pair: a P2P cycle",
         advice="reverse the order on every second rank, or use batch_isend_irecv",
         edges=cycle.inside,
@@ -149,6 +156,26 @@ def _sureness(cycle: _Cycle) -> Basis:
     """Of full rings that have lost the numbers of messages, and the order before, nobody can tell which half is missing."""
     is_known = all(edge.seq >= 0 or edge.is_inferred for edge in cycle.inside if edge.is_p2p)
     return Basis.WAIT_CYCLE if is_known else Basis.CYCLE_TIE
+
+
+WORKED = 3  # times
+
+
+def _is_by_one(cycle: _Cycle) -> bool:
+    """Whether all had come through these sends and receives before, and are in their order."""
+    came = all(_worked_before(cycle.run, edge) for edge in cycle.inside)
+    return came and not any(_left_its_order(cycle, rank) for rank in cycle.ranks)
+
+
+def _worked_before(run: Run, edge: Edge) -> bool:
+    """Whether the rank that waits came through the same send or recv several times before."""
+    table, row = run.ranks[edge.waiter].operations, row_of(run, edge)
+    if row is None:
+        return False
+    alike = (table["state"] == COMPLETED) | table["retired"]
+    for column in ("group", "p2p", "peer", "frames"):
+        alike &= table[column] == table[row][column]
+    return int(alike[:row].sum()) >= WORKED
 
 
 def _odd_one(cycle: _Cycle) -> _Finding | None:
@@ -169,17 +196,21 @@ def _odd_one(cycle: _Cycle) -> _Finding | None:
 
 
 def _left_its_order(cycle: _Cycle, rank: int) -> bool:
-    """Whether the send or recv that a rank waits in is another one than its own earlier ones lead to."""
+    """Whether the send or recv that a rank waits in is another one than its own earlier ones lead to, alone or among all
+    operations."""
     table = cycle.run.ranks[rank].operations
-    pairs = (table["p2p"] != 0).nonzero()[0].tolist()
     rows = [row_of(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
     waited = [row for row in rows if row is not None]
     if not waited:
         return False
-    keys = list(zip(table["p2p"][pairs].tolist(), table["peer"][pairs].tolist(), strict=True))
-    place = pairs.index(min(waited))
-    expected = predict(keys[:place])
-    return expected is not None and expected != keys[place]
+    before = table[: min(waited) + 1]
+    pairs = before[before["p2p"] != 0]
+    kept = keeps_rhythm(pairs)
+    if kept is None:  # too few to show a whole step
+        keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
+        expected = predict(keys[:-1])
+        kept = expected is None or expected == keys[-1]
+    return not kept or keeps_rhythm(before) is False
 
 
 def _half_missing(cycle: _Cycle) -> _Finding | None:

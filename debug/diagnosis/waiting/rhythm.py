@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import RankRecord
+from titan_ckpt.debug.incident.records import Array, RankRecord
 
 HISTORY = 256  # operations that are looked at
 
@@ -34,14 +34,46 @@ class Break:
 def left_rhythm(record: RankRecord) -> Break | None:
     """The last place at which a rank left its order, where the evidence shows in which way."""
     table = record.operations[-HISTORY:]
-    columns = [table[name] for name in ("group", "op", "p2p", "peer", "frames")]
-    _, keys = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
-    names: dict[int, int] = {}
-    found = _left_at(tuple(names.setdefault(key, len(names)) for key in keys.tolist()))
+    found = _left_at(_path(table))
     if found is None:
         return None
     first, (place, period, what) = len(record.operations) - len(table), found
     return Break(row=first + place, expected=first + place - period, what=what)
+
+
+def keeps_rhythm(table: Array) -> bool | None:
+    """Whether the last of a rank's operations is the one that its order leads to; None where it has none."""
+    return _follows(_path(table[-HISTORY:]))
+
+
+@lru_cache(256)
+def _follows(path: tuple[int, ...]) -> bool | None:
+    """Whether a path ends as the period leads to that explains two thirds of what precedes; that it does not is only said of one
+    that was seen three times.
+
+    >>> _follows((1, 1, 2, 1, 1, 2, 1, 1, 2)), _follows((1, 1, 2) * 3 + (1, 2)), _follows((1, 1, 2, 1, 1, 2, 2))
+    (True, False, None)
+    """
+    place = len(path) - 1
+    best: tuple[int, int] | None = None
+    for period in range(1, place // 2 + 1):
+        run = 0
+        while run + period < place and path[place - 1 - run] == path[place - 1 - run - period]:
+            run += 1
+        if run >= period and 3 * (run + period) >= 2 * place:
+            best = max(best or (0, 0), (run + period, -period))
+    if best is None or path[place] == path[place + best[1]]:
+        return None if best is None else True
+    is_known = path[place] in path[place + best[1] : place]  # a new one may begin another part of the program
+    return False if is_known and best[0] >= -3 * best[1] else None
+
+
+def _path(table: Array) -> tuple[int, ...]:
+    """The kinds of operations, numbered as they come."""
+    columns = [table[name] for name in ("group", "op", "p2p", "peer", "frames")]
+    _, keys = np.unique(np.stack([column.astype(np.int64) for column in columns]), axis=1, return_inverse=True)
+    names: dict[int, int] = {}
+    return tuple(names.setdefault(key, len(names)) for key in keys.tolist())
 
 
 @lru_cache(256)
