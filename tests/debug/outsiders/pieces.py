@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -48,7 +48,13 @@ def all_told(pieces: Mapping[str, tuple[Path, dict[str, Any]]]) -> Iterator[tupl
 
 
 def _told_of(path: Path) -> str:
-    return told(diagnose(open_run(str(path))))
+    return told(verdicts_of(path))
+
+
+@cache
+def verdicts_of(path: Path) -> Sequence[Verdict]:
+    """All verdicts on a piece; several tests ask for them."""
+    return diagnose(open_run(str(path)))
 
 
 def told(verdicts: Sequence[Verdict]) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.debug.outsiders.pieces import all_told, outcome, part_of, pinned, unpack
-from titan_ckpt.debug import diagnose, open_run
+from tests.debug.outsiders.pieces import all_told, outcome, part_of, pinned, unpack, verdicts_of
 
 Pieces = dict[str, tuple[Path, dict[str, Any]]]
 LEAST_RIGHT = {
@@ -27,7 +26,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Pieces:
 @pytest.mark.parametrize("name", LEAST_RIGHT)
 def test_outsiders_truths(name: str, pieces: Pieces) -> None:
     found = {
-        piece: outcome(diagnose(open_run(str(path)))[0], truth)
+        piece: outcome(verdicts_of(path)[0], truth)
         for piece, (path, truth) in pieces.items()
         if piece.startswith(name + "/")
     }
