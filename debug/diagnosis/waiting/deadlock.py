@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
-from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, keeps_rhythm, left_rhythm
+from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_order, left_rhythm, worked_before
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, SEND, Evidence, Operation, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import SEND, Evidence, Operation, Run, Situation, Verdict
 
 HISTORY = 64
 
@@ -158,24 +158,13 @@ def _sureness(cycle: _Cycle) -> Basis:
     return Basis.WAIT_CYCLE if is_known else Basis.CYCLE_TIE
 
 
-WORKED = 3  # times
-
-
 def _is_by_one(cycle: _Cycle) -> bool:
     """Whether all had come through these sends and receives before, and are in their order."""
-    came = all(_worked_before(cycle.run, edge) for edge in cycle.inside)
+    came = all(
+        (row := row_of(cycle.run, edge)) is not None and worked_before(cycle.run.ranks[edge.waiter].operations, row)
+        for edge in cycle.inside
+    )
     return came and not any(_left_its_order(cycle, rank) for rank in cycle.ranks)
-
-
-def _worked_before(run: Run, edge: Edge) -> bool:
-    """Whether the rank that waits came through the same send or recv several times before."""
-    table, row = run.ranks[edge.waiter].operations, row_of(run, edge)
-    if row is None:
-        return False
-    alike = (table["state"] == COMPLETED) | table["retired"]
-    for column in ("group", "p2p", "peer", "frames"):
-        alike &= table[column] == table[row][column]
-    return int(alike[:row].sum()) >= WORKED
 
 
 def _odd_one(cycle: _Cycle) -> _Finding | None:
@@ -201,16 +190,7 @@ def _left_its_order(cycle: _Cycle, rank: int) -> bool:
     table = cycle.run.ranks[rank].operations
     rows = [row_of(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
     waited = [row for row in rows if row is not None]
-    if not waited:
-        return False
-    before = table[: min(waited) + 1]
-    pairs = before[before["p2p"] != 0]
-    kept = keeps_rhythm(pairs)
-    if kept is None:  # too few to show a whole step
-        keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
-        expected = predict(keys[:-1])
-        kept = expected is None or expected == keys[-1]
-    return not kept or keeps_rhythm(before) is False
+    return bool(waited) and left_order(table[: min(waited) + 1])
 
 
 def _half_missing(cycle: _Cycle) -> _Finding | None:

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from titan_ckpt.debug.incident.records import Array, RankRecord
+from titan_ckpt.debug.diagnosis.mismatches.meeting import predict
+from titan_ckpt.debug.incident.records import COMPLETED, Array, RankRecord
 
 HISTORY = 256  # operations that are looked at
 
@@ -44,6 +45,28 @@ def left_rhythm(record: RankRecord) -> Break | None:
 def keeps_rhythm(table: Array) -> bool | None:
     """Whether the last of a rank's operations is the one that its order leads to; None where it has none."""
     return _follows(_path(table[-HISTORY:]))
+
+
+def left_order(before: Array) -> bool:
+    """Whether the last operation, a send or recv, is another one than the earlier ones lead to, alone or among all."""
+    pairs = before[before["p2p"] != 0]
+    kept = keeps_rhythm(pairs)
+    if kept is None:  # too few to show a whole step
+        keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
+        expected = predict(keys[:-1])
+        kept = expected is None or expected == keys[-1]
+    return not kept or keeps_rhythm(before) is False
+
+
+WORKED = 3  # times
+
+
+def worked_before(table: Array, row: int) -> bool:
+    """Whether a rank came through the same send or recv several times before."""
+    alike = (table["state"] == COMPLETED) | table["retired"]
+    for column in ("group", "p2p", "peer", "frames"):
+        alike &= table[column] == table[row][column]
+    return int(alike[:row].sum()) >= WORKED
 
 
 @lru_cache(256)
