@@ -61,12 +61,7 @@ def deadlock(run: Run, ranks: tuple[int, ...], edges: Sequence[Edge], states: Ma
     cycle = _Cycle(run=run, ranks=ranks, inside=inside, outside=outside, states=states)
     if any(edge.is_p2p for edge in inside):
         found = (
-            _off_rhythm(cycle)
-            or _p2p_cycle(cycle)
-            or _odd_one(cycle)
-            or _half_missing(cycle)
-            or _wrong_group(cycle)
-            or _skipped(cycle)
+            _off_rhythm(cycle) or _p2p_cycle(cycle) or _half_missing(cycle) or _wrong_group(cycle) or _skipped(cycle)
         )
     else:
         found = _wrong_group(cycle) or _skipped(cycle) or _off_rhythm(cycle)

@@ -39,7 +39,7 @@ def _counted(by_form: dict[tuple[str, ...], list[tuple[list[int], JobText]]]) ->
         columns = [[numbers[place] for numbers, _ in named] for place in range(len(words) - 1)]
         counting = [
             column
-            for before, column in zip(words, columns, strict=False)
+            for before, column in zip(words[:-1], columns, strict=True)
             if len(column) > 1 and sorted(column) == [*range(len(column))] and not NO_RANKS.search(before)
         ]
         if len(counting) != 1:

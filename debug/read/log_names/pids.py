@@ -31,8 +31,8 @@ class Pids:
 
     def are_others(self, pids: Iterable[int], rank: int) -> bool:
         """Whether one of these is another process than those that a rank is known to have."""
-        own = {pid for pid, ranks in self._ranks.items() if rank in ranks}
-        return bool(own) and not own.issuperset(pids)
+        others = [pid for pid in pids if rank not in self._ranks.get(pid, ())]
+        return bool(others) and any(rank in ranks for ranks in self._ranks.values())
 
     def _may_be_on(self, rank: int, host: str) -> bool:
         known = self._hosts.get(rank, "")
