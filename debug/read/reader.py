@@ -264,7 +264,8 @@ _LIST_OF_OBJECTS = re.compile(rb"\s{0,100}\[\s{0,100}\{\s{0,100}[\"}]")
 def _take(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     if file.suffix == ".svg" or not data:
         if file.rank is not None and not data and file.suffix in ("", ".pickle", ".pkl", ".json", ".box"):
-            evidence.flag(FlagKind.DUMP_CORRUPT, f"{file.path}: is empty", file.path, file.rank)
+            why = "is cut off: nothing of it can be unpacked" if file.size_bytes else "is empty"
+            evidence.flag(FlagKind.DUMP_CORRUPT, f"{file.path}: {why}", file.path, file.rank)
         elif file.suffix in TEXT_ENDINGS:
             take_text(evidence, file, b"")
         return

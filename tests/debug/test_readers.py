@@ -254,6 +254,14 @@ def test_rank_frozen_inside_its_collective_is_the_verdict() -> None:
     assert "last ticked 443 s before" in top.evidence[0].text
 
 
+@pytest.mark.parametrize(("length", "why"), [(0, "is empty"), (700, "is cut off: nothing of it can be unpacked")])
+def test_a_packed_dump_without_content_says_why(tmp_path: Path, length: int, why: str) -> None:
+    name = "rank_00000.stall.pickle.zst"
+    (tmp_path / name).write_bytes((FROZEN_INSIDE / name).read_bytes()[:length])
+    with pytest.raises(TitanError, match=f"1 damaged file: {name}: {why}$"):
+        open_run(str(tmp_path))
+
+
 @pytest.mark.parametrize("gone", ["rank_00000.stall.pickle.zst", "rank_00000.box.zst"])
 def test_without_dump_or_heartbeat_no_rank_is_frozen(gone: str, tmp_path: Path) -> None:
     folder = shutil.copytree(FROZEN_INSIDE, tmp_path / "incident")
