@@ -249,7 +249,7 @@ class TitanApp(App[None]):
 
     def action_follow(self) -> None:
         self.session.is_following = not self.session.is_following
-        self.show_status("following: new data is loaded every 2 s" if self.session.is_following else "not following")
+        self.show_status("" if self.session.is_following else "not following")
         if self.session.is_following:
             self.pane.followed()
         self.pane.update_rows()

@@ -112,7 +112,7 @@ class KeyBar(OneLine):
         self, text: str, doing: Sequence[str], keys: Iterable[tuple[str, str]], *, is_following: bool
     ) -> None:
         """Show the message `text` and what is being done, else the keys: those of every screen, then `keys`."""
-        before = "[following] " if is_following else ""
+        before = "[following: new data every 2 s] " if is_following else ""
         if doing:
             self.show_message(f"{before}{' · '.join([*([text] if text else []), *doing])} ...")
         elif text:

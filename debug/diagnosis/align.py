@@ -42,6 +42,12 @@ class Lane:
     pending: Array
     is_silent: Array
 
+    @property
+    def last_issued(self) -> int:
+        """The newest number under which any member issued an operation."""
+        columns = np.flatnonzero((self.row >= 0).any(axis=0))
+        return self.first_seq + int(columns[-1]) if len(columns) else self.first_seq
+
     def seen_at(self, seq: int) -> dict[int, int]:
         """Row by rank of those who issued `seq`."""
         column = self.row[:, seq - self.first_seq]

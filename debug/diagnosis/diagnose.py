@@ -14,6 +14,7 @@ from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, else
 from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.earliest import in_order
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
+from titan_ckpt.debug.diagnosis.from_logs.gave_up import without_waiters
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
@@ -86,7 +87,8 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)] or [*_left_behind(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
-    ranked = [_with_suspects(verdict) for verdict in _ranked(in_order(run, _checked(run, merged(run, found))))]
+    in_turn = without_waiters(run, in_order(run, _checked(run, merged(run, found))))
+    ranked = [_with_suspects(verdict) for verdict in _ranked(in_turn)]
     if is_not_yet(ranked[0]) and all_left_gone(run):
         ranked = [all_gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)

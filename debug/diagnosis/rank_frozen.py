@@ -15,7 +15,15 @@ from titan_ckpt.debug.incident.frames import (
     user_frame,
 )
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
-from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, Run, Situation, StackSnapshot
+from titan_ckpt.debug.incident.records import (
+    COMPLETED,
+    Evidence,
+    Frame,
+    RankRecord,
+    Run,
+    Situation,
+    StackSnapshot,
+)
 
 OWN_DUMP_NS = 2_000_000_000  # our own dump may hold the GIL; the watching thread ticks meanwhile, at least this often
 
@@ -125,6 +133,10 @@ def _silent_ns(run: Run, record: RankRecord) -> int:
 
 
 def _last_call_site(run: Run, record: RankRecord) -> Frame | None:
+    """Where it issued its last operation; None if its training loop has come to another phase since."""
     if not len(record.operations):
+        return None
+    last, beat = record.operations[-1], record.heartbeat
+    if beat is not None and beat.phase and last["state"] == COMPLETED and beat.phase_ns > last["created_ns"] > 0:
         return None
     return user_frame(run.operation(record.rank, -1).frames, run.wrappers)

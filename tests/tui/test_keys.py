@@ -359,7 +359,7 @@ async def test_following_shows_on_the_status_line_and_stops() -> None:
         await press(app, pilot, "f")
         assert is_following(app)
         assert app.pane.body.cursor == 175
-        assert "[following]" in screen_text(app)
+        assert "[following: new data every 2 s]" in screen_text(app)
         await press(app, pilot, "f")
         assert not is_following(app)
         assert "not following" in screen_text(app)

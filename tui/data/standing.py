@@ -146,7 +146,7 @@ def step_text(incident: Incident, newest: Heartbeat) -> str:
 
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
-    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT  # else the verdict says who is dead
+    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT  # else the verdict says who is dead, and why all stand still
     gone = tuple(
         rank
         for rank, record in incident.run.ranks.items()
@@ -162,7 +162,8 @@ def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
         ended.append(
             Alarm(kind=AlarmKind.STOPPED, ranks=stopped, text=f"{rank_list(stopped)} stopped by a signal (state T)")
         )
-    return [*ended, *alarms(others, int(now_s * 1e9), after_s=LIVE_S)]
+    found = alarms(others, int(now_s * 1e9), after_s=LIVE_S)
+    return [*ended, *(alarm for alarm in found if is_calm or alarm.kind != AlarmKind.STALLED)]
 
 
 def standing(incident: Incident, now_s: float) -> Standing:

@@ -128,8 +128,8 @@ class CollectivePane(Pane):
         incident = self.session.incident.value
         if incident is not None and incident.lanes:
             lane = current_lane(self.session, incident)
-            last = lane.first_seq + lane.row.shape[1] - 1
-            self.session.seq = max(lane.first_seq, min(current_seq(self.session, incident) + by, last))
+            here = current_seq(self.session, incident)
+            self.session.seq = max(lane.first_seq, min(here + by, max(lane.last_issued, here)))
             self.update_rows()
 
     def action_difference(self) -> None:

@@ -291,15 +291,11 @@ def pointer_text(grid: Grid, column: int, what: str, view: Viewport, line_width:
 
 
 def legend_text(grid: Grid, width: int) -> str:
-    """Glyphs and their labels, the worst first; only those that occur if there is no room for all."""
+    """The glyphs that occur and their labels, the worst first."""
     here = [code for code in reversed(grid.occurring) if code != BLANK]
     if grid.is_time:
         text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
         stop = "  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else ""
         return truncate(f"{text}{stop}", width)
-    usual = [code for code in reversed(range(len(GLYPHS))) if code in here or code not in (BLANK, ENDED)]
     blank = f"  blank: {GLYPHS[BLANK].label}" if BLANK in grid.occurring and not grid.is_p2p else ""
-    text, short = (
-        "  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in codes) + blank for codes in (usual, here)
-    )
-    return text if len(text) <= width else truncate(short, width)
+    return truncate("  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here) + blank, width)

@@ -25,7 +25,7 @@ from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
-MORE_S = 10.0  # between looks for what a young run did not have yet
+MORE_S = 10.0  # between looks for more than a verdict without following
 LEAST_REST = 1.0  # seconds of rest for each second that a look took
 
 
@@ -84,23 +84,22 @@ class SessionLoader:
             self.reload()
 
     def judge_if_rested(self) -> None:
-        """Judge a job that may go on anew, if the last look has ended long enough ago; nothing else is loaded, but now and then
-        what a run that was opened at its start did not have yet."""
+        """Judge a job that may go on anew, if the last look has ended long enough ago; every MORE_S also load what else has
+        changed of it, or of a list of runs."""
         now_s = time.monotonic()
         if self.is_busy or now_s < self._not_before_s:
             return
-        if now_s >= self._more_s and self._is_young():
+        if now_s >= self._more_s and self._may_grow():
             self._more_s = now_s + MORE_S
             self.reload()
         elif self._may_go_on():
             self._load_incident(self._session.content)
 
-    def _is_young(self) -> bool:
-        """Whether a run on this machine may still get its first metrics, or its first sign of life."""
+    def _may_grow(self) -> bool:
+        """Whether runs of a list on this machine, or the run itself, may get more: remote stores are listed while following."""
         s, content = self._session, self._session.content
-        is_whole = content.has_runs or (content.metrics and content.has_evidence)
-        is_open = s.incident.value is None or self._may_go_on()
-        return not is_whole and is_open and scheme(content.url) == "file"
+        is_open = content.has_runs or s.incident.value is None or self._may_go_on()
+        return is_open and scheme(content.url) == "file"
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
@@ -184,10 +183,11 @@ class SessionLoader:
             self._load(part, lambda: load_others(load_steps(content.store)), after=check)
 
     def _load_runs(self, content: Content) -> None:
-        """List the runs, then judge the jobs that are gone."""
-        s = self._session
+        """List the runs, then judge the jobs that are gone. A list that took long is not read again at once."""
+        s, started_s = self._session, time.monotonic()
 
         def judge() -> None:
+            self._more_s = time.monotonic() + MORE_S * max(1.0, time.monotonic() - started_s)
             s.mark_verdicts()
             found = s.runs.value
             if found is not None:

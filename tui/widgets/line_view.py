@@ -101,8 +101,8 @@ class LineView(ScrollView, can_focus=True):
 
     @property
     def line_width(self) -> int:
-        """Width of a row without the mark."""
-        return max(self.scrollable_content_region.width - len(MARK), 8)
+        """Width of a row without the mark; of the whole terminal before the first layout."""
+        return max((self.scrollable_content_region.width or self.app.size.width) - len(MARK), 8)
 
     def render_lines(self, crop: Region) -> list[Strip]:
         """Paint some lines. Textual derives the style of a widget anew whenever it is asked for."""

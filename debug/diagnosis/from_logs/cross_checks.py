@@ -26,12 +26,23 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
+    if verdict.confidence < RECORDED and _may_be_two_attempts(run):
+        return True
     if verdict.confidence >= RECORDED or not verdict.culprits or verdict.verdict not in _NOT_COME:
         return False
     accused = set(verdict.culprits)
     stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
     named = set(absent_ranks(run))
     return bool(accused & stale) or bool(named and not accused & named)
+
+
+def _may_be_two_attempts(run: Run) -> bool:
+    """Whether the dumps tell of two times, and no majority says which of these is the hang's."""
+    apart = {kind: {rank for flag in run.flags if flag.flag == kind for rank in flag.ranks} for kind in _APART}
+    return all(apart.values()) and 2 * len(apart[FlagKind.CLOCK_SKEW]) >= len(run.ranks)
+
+
+_APART = (FlagKind.DUMP_SKEW, FlagKind.CLOCK_SKEW)
 
 
 def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:

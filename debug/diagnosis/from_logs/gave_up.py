@@ -1,0 +1,65 @@
+"""An exception by which a rank gives up a wait for another process that it does not name: that process is at fault, or what is
+between the two. Pure.
+
+Texts from ray/exceptions.py, zmq/error.py, torch/csrc/distributed/rpc (request_callback and tensorpipe_agent), grpc's status codes
+and CPython's queue, socket, asyncio and concurrent.futures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titan_ckpt.debug.diagnosis.rank_death import own_exception
+from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.contradictions import rank_list
+from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
+
+# Raised for want of an answer of another process.
+_FOR_ANOTHER = re.compile(
+    r"(?:[\w.]{1,80}\.)?(?:GetTimeoutError\b|zmq\.error\.Again\b|\w{0,20}(?:Heartbeat|Watchdog)(?:Lost|Expired|Timeout|Missed)\w*)"
+    r"|(?:[\w.]{1,80}: )?RPCErr:\d{1,3}:RPC ran for more than set timeout|StatusCode\.DEADLINE_EXCEEDED"
+)
+# Raised at the end of any wait: for another process, or for the program's own threads, files and services.
+_FOR_SOMETHING = re.compile(
+    r"(?:(?:asyncio|socket|queue|_queue|concurrent\.futures|multiprocessing|builtins)[\w.]{0,40}\.)?"
+    r"(?:TimeoutError|timeout|Empty|CancelledError)\b"
+)
+
+
+def without_waiters(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts; the first one names suspects alone where it rests on such an exception: its rank, and those of which nothing
+    more was heard while the others failed."""
+    first, *others = verdicts
+    if first.verdict != VerdictKind.RANK_DIED or first.confidence != Basis.OWN_EXCEPTION.confidence:
+        return list(verdicts)
+    errors = {rank: own_exception(run.ranks[rank]) for rank in first.culprits}
+    silent = _fell_silent(run, set(errors))
+    for error in errors.values():
+        if error is None or not (_FOR_ANOTHER.match(error.text) or (silent and _FOR_SOMETHING.match(error.text))):
+            return list(verdicts)
+    quiet = f"; nothing more was heard of {rank_list(silent)}" if silent else ""
+    waiters = tuple(sorted(errors))
+    unclear = replace(
+        first, culprits=(), suspects=(*silent, *waiters), victims=(), file="", line=0, confidence=Basis.GAVE_UP.confidence,
+        headline=f"{rank_list(waiters)} gave up a wait for another process, which the error does not name{quiet}",
+        next_steps=(_NEXT, *first.next_steps[1:]),
+    )  # fmt: skip
+    return [unclear, *others]
+
+
+_NEXT = "find out from the code at that line whom it waited for, and read what that process did last"
+
+
+def _fell_silent(run: Run, but: set[int]) -> tuple[int, ...]:
+    """The ranks, fewer than half, whose logs end with no error while all the others reported one."""
+    with_log = [record for record in run.ranks.values() if record.log is not None and record.rank not in but]
+    silent = tuple(sorted(record.rank for record in with_log if _is_silent(record)))
+    return silent if 2 * len(silent) < len(with_log) else ()
+
+
+def _is_silent(record: RankRecord) -> bool:
+    has_ended = record.exit is not None and not record.exit.was_told
+    return not has_ended and own_exception(record) is None and not any(e.kind.is_communication for e in record.events)
