@@ -68,6 +68,10 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
         "look for a branch between these two operations that depends on the rank or on rank-local data",
     ),
     (VerdictKind.PG_INIT_HANG, Subtype.NEW_GROUP): ("call new_group on every rank, members or not, in the same order",),
+    (VerdictKind.TEARDOWN_STUCK, Subtype.NONE): (
+        "end what the exit waits for before the script returns: threads, pools, loader workers, exit handlers",
+        "call torch.distributed.destroy_process_group() on every rank once all are done",
+    ),
     (VerdictKind.INSUFFICIENT_DATA, Subtype.NONE): (
         "take the stack of that rank: `py-spy dump --pid PID`; it shows whether it is in a send or recv or hangs by itself",
         "turn the recorder on (titan_ckpt.debug.Recorder.start(folder, rank=..., world_size=...)) and run again",

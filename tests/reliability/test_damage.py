@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import list_checkpoints, open_checkpoint
 from titan_ckpt.errors import CheckpointError, DamagedError, StoreError
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
@@ -21,6 +22,18 @@ def test_every_damage_is_found_and_named_and_never_loaded(tmp_path: Path, codec:
     for row in damage_table(tmp_path, seed=3, flips=12, codec=codec):
         assert row.found == row.named == row.cases, row
         assert row.wrong == 0, row
+
+
+def test_a_cut_file_has_lost_only_what_lay_behind_the_cut(tmp_path: Path) -> None:
+    save(str(tmp_path), {name: torch.arange(100.0) for name in "abc"}, step=1)
+    (path,) = tmp_path.glob("step-00000001/a-*/*.distcp")
+    checkpoint = open_checkpoint(str(tmp_path))
+    places = {entry.fqn: next(checkpoint.manifest.chunks_of(entry)).offset for entry in checkpoint.manifest.tensors}
+    first, second, third = sorted(places, key=lambda fqn: places[fqn])
+    path.write_bytes(path.read_bytes()[: places[third]])
+    named = {problem.fqn for problem in verify(f"{tmp_path}@1", read_data=True)}
+    assert third in named
+    assert not {first, second} & named
 
 
 def test_a_commit_moved_to_another_step_is_not_that_step(tmp_path: Path) -> None:

@@ -146,13 +146,25 @@ def _scan(
     for file, of_file in zip(files, spans, strict=True):
         scan = _FileScan(file.path, file, of_file)
         while scan.at < file.size_bytes:
-            answer = next(fetched)
-            if isinstance(answer, TitanError):
-                scan.skip(min(WINDOW_BYTES, file.size_bytes - scan.at), answer)
-            else:
-                scan.feed(answer)
-                on_bytes(len(answer))
+            end = min(scan.at + WINDOW_BYTES, file.size_bytes)
+            found, error = next(fetched)
+            scan.feed(found)
+            on_bytes(len(found))
+            if error is not None:
+                scan.skip(end - scan.at, error)
         yield scan.finish()
+
+
+def _beginning(store: Store, window: _Window, buffer: memoryview) -> memoryview:
+    """What a file that ends within the window has of it, read into `buffer`."""
+    try:
+        length = store.stat(window.path).size_bytes - window.start
+        if not 0 < length < window.length:
+            return buffer[:0]
+        store.read_into(window.path, window.start, buffer[:length])
+    except StoreError:
+        return buffer[:0]
+    return buffer[:length]
 
 
 def _without_digest(checkpoint: Checkpoint, *, has_digests: bool) -> list[tuple[str, str]]:
@@ -171,18 +183,22 @@ def _windows(files: Iterable[FileEntry]) -> Iterator[_Window]:
             yield _Window(file.path, start, min(WINDOW_BYTES, file.size_bytes - start))
 
 
-def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[memoryview | TitanError]:
-    """The bytes of each window in order, or the error of reading it, with up to `AHEAD` reads in flight."""
+_Fetched = tuple[memoryview, TitanError | None]
 
-    def fetch(window: _Window) -> memoryview | TitanError:
+
+def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[_Fetched]:
+    """The bytes of each window in order, with up to `AHEAD` reads in flight; of one that cannot be read what its file still has of
+    it, and the error."""
+
+    def fetch(window: _Window) -> _Fetched:
         buffer = memoryview(bytearray(window.length))
         try:
             store.read_into(window.path, window.start, buffer)
         except StoreError as error:
-            return error
-        return buffer
+            return _beginning(store, window, buffer), error
+        return buffer, None
 
-    waiting: deque[Future[memoryview | TitanError]] = deque()
+    waiting: deque[Future[_Fetched]] = deque()
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="scan") as pool:
         try:
             for window in windows:
