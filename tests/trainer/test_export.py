@@ -141,6 +141,22 @@ def test_export_that_is_stopped_leaves_nothing(run: Path, tmp_path: Path, handle
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_training_goes_on_from_is_exported_unless_it_was(run: Path, tmp_path: Path) -> None:
+    """The export of the last step may have been stopped with training, which has nothing left to do then."""
+    for left in ([7], []):
+        outcomes: list[ExportOutcome] = []
+        with _exporter(run, str(tmp_path), outcomes) as exporter:
+            exporter.begin_from(7)
+            exporter.poll(None)
+            assert outcomes == []
+            exporter.finish(None, is_stopped=_never)
+        assert [outcome.step for outcome in outcomes] == left
+    with _exporter(run, str(tmp_path), outcomes) as exporter:
+        exporter.begin_from(6)
+        exporter.poll(None)
+        assert exporter.steps() == {6}
+
+
 def test_nothing_is_begun_when_training_was_stopped(run: Path, tmp_path: Path) -> None:
     outcomes: list[ExportOutcome] = []
     with _exporter(run, str(tmp_path), outcomes) as exporter:

@@ -308,7 +308,8 @@ def _run(arguments: Sequence[str], *, is_program: bool) -> int:
         namespace = build_parser(only=name).parse_args(arguments)
         if namespace.verbose:
             logging.getLogger().setLevel(logging.INFO)
-        if is_program and name != "train":  # training has signal handlers of its own
+        # ranks that a launcher started end as it tells them to; training later has handlers of its own
+        if is_program and not (name == "train" and "WORLD_SIZE" in os.environ):
             signal.signal(signal.SIGTERM, _interrupt)
         if namespace.quiet:
             logging.getLogger().setLevel(logging.ERROR)

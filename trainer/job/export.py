@@ -19,8 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import IO
 
+from titan_ckpt.errors import TitanError
 from titan_ckpt.location import join, redact
 from titan_ckpt.store.clients.options import current_settings
+from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.train_config import ExportConfig
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class Exporter:
         self._waiting: int | None = None
         self._seen: int | None = None
         self._taken: int | None = None
+        self._begun_from: int | None = None
 
     def __enter__(self) -> Exporter:
         return self
@@ -81,6 +84,21 @@ class Exporter:
         if self._running is not None:
             self._stop(self._running)
 
+    def begin_from(self, step: int) -> None:
+        """Training goes on from this checkpoint, whose export may have been stopped, or not been asked for yet: without one, it is
+        treated as if it was committed now."""
+        self._begun_from = step
+        if self._is_exported(step):
+            self._taken = step
+        elif step % self._config.every == 0:
+            self._wait_for_turn(step)
+
+    def _is_exported(self, step: int) -> bool:
+        """Whether its folder holds anything: an export shows it when it is complete."""
+        with suppress(TitanError):  # else the export will report it
+            return next(open_store(self._url_of(step)).list(), None) is not None
+        return False
+
     def steps(self) -> frozenset[int]:
         """Checkpoints that retention must keep, because an export reads them or will."""
         running = self._running
@@ -89,7 +107,7 @@ class Exporter:
         )
 
     def poll(self, committed_step: int | None) -> None:
-        """Finish and start exports; cheap enough for every step. `committed_step` is the newest checkpoint."""
+        """Finish and start exports; cheap enough for every step. `committed_step` is the newest checkpoint of this start."""
         if committed_step is not None and committed_step != self._seen:
             self._seen = committed_step
             if committed_step % self._config.every == 0:
@@ -103,6 +121,7 @@ class Exporter:
         """At the end of training: export the last checkpoint too, and wait for all exports or until `is_stopped`."""
         if is_stopped():
             return
+        committed_step = self._begun_from if committed_step is None else committed_step
         if committed_step is not None and committed_step != self._taken:
             self._wait_for_turn(committed_step)
         self.poll(None)
@@ -117,7 +136,7 @@ class Exporter:
         self._waiting = self._taken = step
 
     def _start(self, step: int) -> None:
-        url = join(self._config.url or join(self._save_url, FOLDER), f"checkpoint-{step}")
+        url = self._url_of(step)
         arguments = [*current_settings().words, *self._verb(f"{self._save_url}@{step}", url)]
         started_s = time.monotonic()
         try:
@@ -133,6 +152,9 @@ class Exporter:
         else:
             self._running = _Running(step=step, url=url, process=process, errors=errors, started_s=started_s)
         self._waiting = None
+
+    def _url_of(self, step: int) -> str:
+        return join(self._config.url or join(self._save_url, FOLDER), f"checkpoint-{step}")
 
     def _verb(self, source: str, url: str) -> list[str]:
         if self._has_adapters:

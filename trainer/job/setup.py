@@ -124,6 +124,8 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         exporter = saver = None
         if config.export.every and context.rank == 0:
             exporter = stack.enter_context(_exporter(config, metrics))
+            if start.is_own:
+                exporter.begin_from(progress.step)
         if config.save.url:
             options = _save_options(config, mesh, phases, exporter)
             saver = stack.enter_context(Saver(config.save.url, options))
