@@ -109,15 +109,23 @@ def check_records(store: Store, path: str, start: int, length: int) -> tuple[lis
                 raise zipfile.BadZipFile("records that overlap")
             ends = sorted({*(info.header_offset for info in records), archive.start_dir, length})
             for info in records:
-                if info.CRC == 0 and info.file_size:
+                message = _size_problem(info)
+                if not message and info.CRC == 0 and info.file_size:
                     unchecked += 1
-                elif message := _record_problem(archive, info):
+                elif message := message or _record_problem(archive, info):
                     at = min(max(info.header_offset, 0), length)
                     end = ends[min(bisect_right(ends, at), len(ends) - 1)]
                     damages.append(Damage(start + at, start + min(end, length), f"record {info.filename!r}: {message}"))
     except _NOT_A_ZIP as error:
         damages.append(Damage(start, start + length, f"not what torch.save wrote: {type(error).__name__}: {error}"))
     return damages, unchecked
+
+
+def _size_problem(info: zipfile.ZipInfo) -> str | None:
+    """torch stores records as they are: no program reads one whose sizes differ."""
+    if not info.compress_type and info.file_size != info.compress_size:
+        return f"has {info.compress_size} bytes, its directory says {info.file_size}"
+    return None
 
 
 def _record_problem(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> str | None:

@@ -29,6 +29,7 @@ from titan_ckpt.errors import AlreadyExistsError, DamagedError, UsageError
 from titan_ckpt.format.commit import find_commit, found_before
 from titan_ckpt.format.dcp_metadata import dcp_metadata
 from titan_ckpt.format.digest import digest
+from titan_ckpt.format.foreign_blob import check_records
 from titan_ckpt.format.manifest import DIGEST_BYTES, RAW, FileEntry, Manifest, ObjectEntry
 from titan_ckpt.format.names import ASSETS, data_file, step_folder
 from titan_ckpt.format.torch_blob import envelope
@@ -218,6 +219,8 @@ def run_plan(
     _check_space(plan, store, [rank for group in todo for rank in group])
     attempt = attempt or files.begun(workers, {"source": str(plan.checkpoint), "mesh": str(plan.target.mesh)})
     before = _versions(plan)
+    if is_checked and workers.index == 0:
+        _check_values(plan)
     execution = Execution(
         source=plan.source, source_store=plan.checkpoint.store, target_store=store, budget=budget, is_checked=is_checked,
         on_progress=on_progress,
@@ -245,6 +248,15 @@ def check_destination(plan: ReshardPlan, url: StrPath, store: Store) -> None:
     found_before(store, plan.step)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
+
+
+def _check_values(plan: ReshardPlan) -> None:
+    """DamagedError if a value of a checkpoint without digests is damaged: its copy would get a digest."""
+    source = plan.checkpoint
+    for entry in plan.source_objects if source.manifest.kind == CheckpointKind.FOREIGN else ():
+        damages, _ = check_records(source.store, source.path(entry.file), entry.offset, entry.length)
+        if damages:
+            raise DamagedError(f"{source}: value {entry.fqn!r}: {damages[0].message}")
 
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
