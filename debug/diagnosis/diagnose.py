@@ -16,6 +16,7 @@ from titan_ckpt.debug.diagnosis.from_logs.earliest import in_order
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.gave_up import without_waiters
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import named_ranks
+from titan_ckpt.debug.diagnosis.from_logs.outlived import with_outlived
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.looks import is_one_look, of_one_look, stands_still, went_on_between
@@ -76,6 +77,7 @@ def diagnose(run: Run) -> list[Verdict]:
 
 
 def _diagnose(run: Run) -> list[Verdict]:
+    run = with_outlived(run)
     states = situations(run)
     found_lanes = lanes(run)
     edges = wait_edges(run, found_lanes, states)

@@ -23,8 +23,10 @@ _FAILURES = (
 def dead(record: RankRecord) -> Situation | None:
     """How a rank died; None if nothing shows that it did, or if a library aborted it because of its peers."""
     found = _raised(record)
-    if found is not None or _is_unclear_abort(record):
+    if found is not None:
         return found
+    if _is_unclear_abort(record):
+        return _reported(record)
     return _ended_by_signal(record) or _reported(record) or _gone(record) or _left_with_status(record)
 
 

@@ -17,6 +17,7 @@ from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, ev
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first, heeded_sigterm, loss_of
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
+from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_in_parts
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, logged_on, signal_of
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
@@ -28,7 +29,9 @@ from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, Verdi
 from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation, Verdict
 
 _OWN = (EventKind.EXCEPTION, EventKind.OOM)
-EQUALLY = 0.7  # of several ranks that a launcher cut off all may have waited but one: they are suspects
+# Of several ranks that a launcher cut off all may have waited but one, and of those that left a group unnamed none may be in it:
+# they are suspects.
+EQUALLY = 0.7
 
 
 def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
@@ -58,6 +61,7 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         )
         found = _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
         is_open = len(cut_off) > 1 and set(cut_off) == set(suspects)
+        is_open |= len(suspects) > 1 and wait_in_parts(run, witnesses)
         yield from (replace(one, confidence=one.confidence * EQUALLY) if is_open else one for one in found)
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from deviant(run, witnesses, states)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from signal import SIGKILL
 
+from titan_ckpt.debug.diagnosis.from_logs.earlier_run import are_of_earlier_run
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
+from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
@@ -24,11 +26,14 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if _was_felt_by_nobody(run, verdict):
         return True
+    if are_of_earlier_run(run, verdict.culprits):
+        return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
-    if verdict.confidence < RECORDED and _may_be_two_attempts(run):
+    is_recorded = verdict.confidence >= RECORDED
+    if (_may_be_two_attempts(run) and not _is_of_one_rank(verdict)) or (not is_recorded and _waited_too(run, verdict)):
         return True
-    if verdict.confidence >= RECORDED or not verdict.culprits or verdict.verdict not in _NOT_COME:
+    if is_recorded or not verdict.culprits or verdict.verdict not in _NOT_COME:
         return False
     accused = set(verdict.culprits)
     stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
@@ -36,10 +41,22 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     return bool(accused & stale) or bool(named and not accused & named)
 
 
+def _waited_too(run: Run, verdict: Verdict) -> bool:
+    """Whether it says that a rank did not come, whose watchdog reports the very operation in which another rank waits."""
+    works = {rank: work.place for rank, record in run.ranks.items() if (work := timed_out(record)) is not None}
+    others = {place for rank, place in works.items() if rank not in verdict.culprits}
+    return verdict.verdict in _NOT_COME and any(works.get(rank) in others for rank in verdict.culprits)
+
+
 def _may_be_two_attempts(run: Run) -> bool:
     """Whether the dumps tell of two times, and no majority says which of these is the hang's."""
     apart = {kind: {rank for flag in run.flags if flag.flag == kind for rank in flag.ranks} for kind in _APART}
     return all(apart.values()) and 2 * len(apart[FlagKind.CLOCK_SKEW]) >= len(run.ranks)
+
+
+def _is_of_one_rank(verdict: Verdict) -> bool:
+    """Whether what a rank itself left shows it, without a comparison of ranks."""
+    return verdict.verdict in (VerdictKind.RANK_DIED, VerdictKind.RANK_FROZEN) and verdict.confidence >= RECORDED
 
 
 _APART = (FlagKind.DUMP_SKEW, FlagKind.CLOCK_SKEW)

@@ -5,8 +5,9 @@ Texts from torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (1.13 to 2.13).
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.advice import advice
@@ -24,7 +25,7 @@ _SAID = (EventKind.WATCHDOG, EventKind.HEARTBEAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class Work:
     """The operation that timed out on a rank. `group` is "" where no line names it."""
 
     rank: int
@@ -34,15 +35,20 @@ class _Work:
     size: str
     event: LogEvent
 
+    @property
+    def place(self) -> tuple[str, int, str, str]:
+        """What the members of a group meet in: its group, number, operation and elements."""
+        return self.group, self.seq, self.op, self.size
+
 
 def watchdogs(run: Run) -> Iterator[Verdict]:
     """SIZE_MISMATCH and STUCK_ON_CPU, by the watchdogs' lines alone."""
-    works = [work for record in run.ranks.values() if (work := _timed_out(record)) is not None]
+    works = [work for record in run.ranks.values() if (work := timed_out(record)) is not None]
     yield from _sizes(run, works)
     yield from [*_behind(run, works)] or _never_issued(run)
 
 
-def _timed_out(record: RankRecord) -> _Work | None:
+def timed_out(record: RankRecord) -> Work | None:
     """The first operation that a rank's watchdog reported; its group may be named by another line about the same number."""
     said = [
         event for event in record.events if event.kind == EventKind.WATCHDOG and event.values.get("seq", "").isdigit()
@@ -53,13 +59,13 @@ def _timed_out(record: RankRecord) -> _Work | None:
     seq = first.values["seq"]
     groups = (event.values["group"] for event in said if event.values.get("group") and event.values["seq"] == seq)
     group = next(groups, "default" if first.values.get("rank") == str(record.rank) else "")
-    return _Work(
+    return Work(
         rank=record.rank, group=group, seq=int(seq), op=first.values["op"], size=first.values.get("numel_in", ""), event=first
     )  # fmt: skip
 
 
-def _sizes(run: Run, works: list[_Work]) -> Iterator[Verdict]:
-    met: defaultdict[tuple[str, int, str], list[_Work]] = defaultdict(list)
+def _sizes(run: Run, works: list[Work]) -> Iterator[Verdict]:
+    met: defaultdict[tuple[str, int, str], list[Work]] = defaultdict(list)
     for work in works:
         if work.group and work.size and work.op in _EVEN:
             met[work.group, work.seq, work.op].append(work)
@@ -88,10 +94,10 @@ def _sizes(run: Run, works: list[_Work]) -> Iterator[Verdict]:
         return
 
 
-def _behind(run: Run, works: list[_Work]) -> Iterator[Verdict]:
+def _behind(run: Run, works: list[Work]) -> Iterator[Verdict]:
     """Ranks whose last enqueued number in a group is below the one that the others wait in, and that wait in nothing."""
     waiting = {work.rank for work in works}
-    by_group: defaultdict[str, list[_Work]] = defaultdict(list)
+    by_group: defaultdict[str, list[Work]] = defaultdict(list)
     for work in works:
         by_group[work.group].append(work)
     for group, found in by_group.items():
@@ -142,6 +148,16 @@ def _never_issued(run: Run) -> Iterator[Verdict]:
             chain=tuple((rank, culprits[0]) for rank in waiting), next_steps=advice(VerdictKind.STUCK_ON_CPU, subtype),
         )  # fmt: skip
         return
+
+
+_OF_ALL = re.compile(r"0|default|(?:0\()?default_pg\)?")  # of the group that holds all ranks
+
+
+def wait_in_parts(run: Run, ranks: Sequence[int]) -> bool:
+    """Whether these ranks' watchdogs name groups that need not hold all ranks, and no dump tells who is in them."""
+    works = [timed_out(run.ranks[rank]) for rank in ranks]
+    is_part = all(work is not None and work.group and not _OF_ALL.fullmatch(work.group) for work in works)
+    return is_part and not any(0 < len(group.members) for group in run.groups)
 
 
 def _number(event: LogEvent, name: str) -> int:

@@ -4,7 +4,7 @@ Formats: torch/distributed/elastic/multiprocessing/errors/error_handler.py (`TOR
 `message.extraInfo.py_callstack`; `message` is a text where an agent wrote it); `gcloud logging read --format=json` (a list of
 LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`);
 `kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference); `docker inspect`
-(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`);
+(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`), `kubectl get events -o json`;
 `aws batch describe-jobs` (`jobs[].status`, `statusReason`, `attempts[].container`); Kubeflow's jobs
 (`status.conditions`).
 """
@@ -25,8 +25,9 @@ def quoted_lines(value: Any) -> list[str] | None:
     """The lines that a document holds, the oldest first; None if it is none of these."""
     if isinstance(value, dict) and isinstance(value.get("message"), dict | str) and set(value) <= _ERROR_FILE:
         return _error(value["message"])
-    if (said := _pods(value) or _containers(value) or _batch_jobs(value) or _kubeflow(value)) is not None:
-        return said
+    for read in (_pods, _cluster_events, _containers, _batch_jobs, _kubeflow):
+        if said := read(value):
+            return said
     entries = value.get("events") if isinstance(value, dict) else value
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
@@ -62,13 +63,27 @@ def _pods(value: Any) -> list[str] | None:
     return [line for pod in named for line in _described(pod)] if named else None
 
 
+def _cluster_events(value: Any) -> list[str] | None:
+    """The lines of `kubectl get events`, of its JSON; None if the document holds no event."""
+    items = value.get("items") if isinstance(value, dict) else None
+    found = [one for one in items if isinstance(one, dict) and one.get("kind") == "Event"] if _are_objects(items) else []
+    lines = []
+    for event in found:
+        of, when = _inside(event, "involvedObject"), event.get("lastTimestamp") or event.get("eventTime") or ""
+        place = f"{str(of.get('kind')).lower()}/{of.get('name')}"
+        lines.append(f"{when} {event.get('type')} {event.get('reason')} {place} {event.get('message')}")
+    return lines or None
+
+
 def _described(pod: Mapping[str, Any]) -> Iterator[str]:
     status = _inside(pod, "status")
     yield f"Name:  {_inside(pod, 'metadata')['name']}"
     ends = [_ended(one) for one in status.get("containerStatuses") or () if isinstance(one, dict)]
+    of_pod = {"reason": status["reason"]} if status.get("reason") else {}  # such as Evicted: why its containers ended
     for end in ends if any(ends) else [status]:
+        told = {**end, **of_pod}
         yield from (
-            f"{name}:  {end[key]}" for name, key in (("Reason", "reason"), ("Exit Code", "exitCode")) if key in end
+            f"{name}:  {told[key]}" for name, key in (("Reason", "reason"), ("Exit Code", "exitCode")) if key in told
         )
     for container in _inside(pod, "spec").get("containers") or ():
         limits = _inside(_inside(container, "resources"), "limits")

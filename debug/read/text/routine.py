@@ -23,12 +23,46 @@ _COMPARED = 160  # characters of a line
 _LEAVES = re.compile(r"(?i)stop|shut|clos|exit|clean|kill|terminat|finali|destroy|join|releas|abort|fail|error")
 
 
+# A record of a logger that is no routine, whatever it says.
+RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
+# What a program says that goes on after an error, and how it says that it does not.
+_TRIES_ON = re.compile(
+    r"\bre-?try(?:ing)?\b|\btry(?:ing)? (?:it )?again\b|\battempt #?\d{1,6} ?(?:/|of) ?\d|\bfall(?:ing|s)? ?back\b"
+    r"|\bre-?connect(?:ed|ing)?\b|\b(?:continuing|going on|carrying on) (?:with|without)\b|\brecover(?:ed|ing) from\b"
+    r"|\b(?:us(?:ing|e)|skip(?:ping|ped)|taking) (?:the |this |that |a )?"
+    r"(?:next|previous|last|cached?|local|default|backup|sample|batch|file|shard|record|it)\b",
+    re.IGNORECASE,
+)
+_IN_VAIN = re.compile(
+    r"\b(?:not|no more|never|cannot|can't|won't|exhausted|gave up|(?:restart|relaunch|resubmit|requeue)\w{0,4})\b", re.IGNORECASE
+)
+SOON = 6  # lines after an error in which a program says that it goes on
+LATER_S = 30.0  # between two records after an error: a process that ends of it has ended by then
+
+
 class GoesOn(IntEnum):
-    """Whether a line shows that the program goes on. PERHAPS: the line may have been in a buffer when the program ended."""
+    """Whether a line shows that the program goes on. SAYS: by its words, or the time of the record; PERHAPS: the line is of its
+    routine, but may have been in a buffer when the program ended."""
 
     NO = 0
-    PERHAPS = 1
-    SURELY = 2
+    SAYS = 1
+    PERHAPS = 2
+    SURELY = 3
+
+
+_NOT_MAIN = re.compile(
+    r"(?:Exception in thread (?P<of>[^\n]{1,100}?)|Thread (?P<name>[A-Za-z_][\w.-]{0,60})):?\s*$"
+    r"|.{0,100}\b(?:Task|Future) exception was never retrieved"
+)
+
+
+def beside_main(text: str) -> str:
+    """The thread or task of the traceback that follows the line, whose end ends no process; "" if it names none.
+
+    As CPython's threading, wandb/sdk/internal/internal_util.py and asyncio/base_events.py write it.
+    """
+    found = _NOT_MAIN.match(text)
+    return "" if found is None else found["of"] or found["name"] or "an asyncio task"
 
 
 @dataclass(slots=True)
@@ -39,9 +73,29 @@ class Routine:
     habits: frozenset[str] = frozenset()
     known: frozenset[str] = frozenset()
     since: dict[str, int] | None = None
+    num_since: int = 0
+    since_s: float | None = None
 
-    def take(self, text: str, *, is_flushed: bool) -> GoesOn:
-        """Count a line, and tell what it shows. `is_flushed`: its writer held back nothing that it had written before."""
+    def take(self, text: str, time_s: float | None, *, is_flushed: bool) -> GoesOn:
+        """Count a line, and tell what it shows. `is_flushed`: its writer, a logger, held back nothing that it had written before,
+        and `time_s` is when it wrote the line."""
+        counted = GoesOn.NO if RECORD.search(text[:200]) else self._count(text, is_flushed=is_flushed)
+        return counted or self._says(text[:300], time_s if is_flushed else None)
+
+    def _says(self, text: str, time_s: float | None) -> GoesOn:
+        """Whether the line, the first ones after the mark, says that the program goes on, or was logged too long after the mark for
+        one that ends."""
+        if self.since is None:
+            return GoesOn.NO
+        self.num_since += 1
+        if self.num_since <= SOON and _TRIES_ON.search(text) and not _IN_VAIN.search(text):
+            return GoesOn.SAYS
+        if time_s is None:
+            return GoesOn.NO
+        self.since_s = time_s if self.since_s is None else self.since_s
+        return GoesOn.SAYS if time_s - self.since_s >= LATER_S else GoesOn.NO
+
+    def _count(self, text: str, *, is_flushed: bool) -> GoesOn:
         shape = text[:_COMPARED].translate(NO_DIGITS).translate(_NO_SIGNS)
         if shape not in self.counts and len(self.counts) >= MOST_SHAPES:
             self.counts = {kept: count for kept, count in self.counts.items() if count >= LEAST_TIMES}
@@ -63,7 +117,7 @@ class Routine:
         """Note the lines that came until now, and which of them most often: at least half as often as any."""
         least = max(LEAST_TIMES, max(self.counts.values(), default=0) / 2)
         self.habits = frozenset(shape for shape, count in self.counts.items() if count >= least)
-        self.known, self.since = frozenset(self.counts), {}
+        self.known, self.since, self.num_since, self.since_s = frozenset(self.counts), {}, 0, None
 
 
 _NO_SIGNS = str.maketrans("", "", ".,+-% ")  # which numbers are written with: `1.2e-05`, `12,000`, a column's padding

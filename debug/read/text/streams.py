@@ -15,7 +15,7 @@ from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
-from titan_ckpt.debug.read.text.routine import BAR, DONE, STEP, GoesOn, Routine
+from titan_ckpt.debug.read.text.routine import BAR, DONE, RECORD, STEP, GoesOn, Routine, beside_main
 from titan_ckpt.debug.read.text.writers.log_records import CHAINED, TRACEBACK
 
 TAIL_LINES = 40
@@ -47,7 +47,6 @@ _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
 # `logging.Formatter.default_time_format`, with its milliseconds.
 _FLUSHED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}\b")
-_RECORD = re.compile(r"\b(?:WARN(?:ING)?|ERROR|EXCEPTION|CRITICAL|FATAL)\b")
 _FIRST_KINDS = (
     EventKind.WATCHDOG,
     EventKind.STORE_WAIT,
@@ -103,14 +102,14 @@ class Stream:
             self.crash.append(text)
         elif (self.crash is None and "Python error" in text) or "imeout (" in text or "hread 0x" in text:
             self._note_crash(text)
-        if text.startswith("Exception in thread "):
-            self.thread = text.removeprefix("Exception in thread ").rstrip(":\n ")[:100]
+        if ("hread " in text or "retrieved" in text) and (name := beside_main(text)):
+            self.thread = name
         elif text.startswith("Exception ignored in"):
             self.is_ignored = True
         elif TRACEBACK in text:
             self.frames, self.begin = [], number
             if not self.chained:
-                self.announced = re.sub(r"\d+", "#", self.previous[:200]) if _RECORD.search(self.previous[:200]) else ""
+                self.announced = re.sub(r"\d+", "#", self.previous[:200]) if RECORD.search(self.previous[:200]) else ""
         elif self.frames is not None and (frame := _frame(text)):
             if len(self.frames) < MAX_FRAMES:
                 self.frames.append(frame)
@@ -191,12 +190,10 @@ class Stream:
             self._keep(number, text, kind, values, raised is not None)
             self._open(kind)
             self.details = MOST_DETAILS if "type" in values and "NCCL error" in text else 0
-        elif (
-            self.frames is None
-            and not _RECORD.search(text[:200])
-            and (goes_on := self.routine.take(text, is_flushed=self.is_flushed))
+        elif self.frames is None and (
+            goes_on := self.routine.take(text, self.time_s, is_flushed=self.is_flushed and self.time_line == number)
         ):
-            self._outlive(is_sure=goes_on == GoesOn.SURELY)
+            self._outlive(goes_on)
         if raised or (self.frames and not text.startswith((" ", "\t", "│", "|", "╰"))):
             self.frames = None
 
@@ -206,11 +203,12 @@ class Stream:
             self.open_errors.append((self.last or self.first)[-1])
             self.routine.mark()
 
-    def _outlive(self, *, is_sure: bool) -> None:
-        """The program went on with its routine: it had caught the errors that it logged, and other ones surely, or if no end of
-        it tells otherwise: what Python had in a buffer comes after the traceback of which it ended."""
+    def _outlive(self, goes_on: GoesOn) -> None:
+        """The program went on: in its routine it had caught the errors that it logged, and other ones surely, or if no end of it
+        tells otherwise: what Python had in a buffer comes after the traceback of which it ended."""
         for event in self.open_errors:
-            name = "outlived" if is_sure or "announced" in event.values or "alone" in event.values else "went_on"
+            is_logged = goes_on == GoesOn.PERHAPS and ("announced" in event.values or "alone" in event.values)
+            name = "outlived" if goes_on == GoesOn.SURELY or is_logged else "went_on"
             for box in (self.last, self.first):
                 place = next((n for n in range(len(box) - 1, -1, -1) if box[n] is event), None)
                 if place is not None:

@@ -13,7 +13,8 @@ from tests.debug.outsiders.pieces import all_told, outcome, part_of, pinned, unp
 Pieces = dict[str, tuple[Path, dict[str, Any]]]
 LEAST_RIGHT = {
     "outsiders/first": 457, "outsiders/second": 220, "outsiders/third": 172, "outsiders/fourth": 92, "outsiders/fifth": 228,
-    "outsiders/sixth": 200, "outsiders/seventh": 147, "outsiders/eighth": 232, "outsiders/ninth": 314, "outsiders/tenth": 388,
+    "outsiders/sixth": 200, "outsiders/seventh": 147, "outsiders/eighth": 232, "outsiders/ninth": 314, "outsiders/tenth": 387,
+    "outsiders/eleventh": 256,
 }  # fmt: skip
 EXPECTED = pinned()
 
