@@ -148,7 +148,9 @@ def test_signal_commits_a_last_checkpoint_and_exits_130(signum: signal.Signals, 
 @pytest.mark.dist
 def test_sigterm_while_training_starts_is_an_interrupt_too(tmp_path: Path, cache: str) -> None:
     module = tmp_path / "slow.py"
-    module.write_text(f"import pathlib, time\npathlib.Path({str(tmp_path / 'began')!r}).touch()\ntime.sleep({LIMIT_S})\n")
+    module.write_text(
+        f"import pathlib, time\npathlib.Path({str(tmp_path / 'began')!r}).touch()\ntime.sleep({LIMIT_S})\n"
+    )
     job = _start([*train_arguments(cache, tmp_path / "run"), "--module", str(module)], tmp_path)
     _wait_for((tmp_path / "began").exists, job)
     job.send_signal(signal.SIGTERM)

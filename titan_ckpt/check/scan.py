@@ -187,8 +187,8 @@ _Fetched = tuple[memoryview, TitanError | None]
 
 
 def fetch_ahead(store: Store, windows: Iterable[_Window]) -> Iterator[_Fetched]:
-    """The bytes of each window in order, with up to `AHEAD` reads in flight; of one that cannot be read what its file still has of
-    it, and the error."""
+    """The bytes of each window in order, with up to `AHEAD` reads in flight; of one that cannot be read what its file still
+    has of it, and the error."""
 
     def fetch(window: _Window) -> _Fetched:
         buffer = memoryview(bytearray(window.length))

@@ -85,7 +85,7 @@ class Exporter:
             self._stop(self._running)
 
     def begin_from(self, step: int) -> None:
-        """Training goes on from this checkpoint, whose export may have been stopped, or not been asked for yet: without one, it is
+        """Training goes on from this checkpoint, whose export may have been stopped, or not been asked for yet: then it is
         treated as if it was committed now."""
         self._begun_from = step
         if self._is_exported(step):

@@ -123,9 +123,7 @@ def _train(context: RankContext, stop: StopRequest, phases: Phases, logging_: Ra
         losses = _loss_check(context, start, progress.step, is_same_run=start.is_own and not changed)
         exporter = saver = None
         if config.export.every and context.rank == 0:
-            exporter = stack.enter_context(_exporter(config, metrics))
-            if start.is_own:
-                exporter.begin_from(progress.step)
+            exporter = stack.enter_context(_exporter(config, metrics, progress.step if start.is_own else None))
         if config.save.url:
             options = _save_options(config, mesh, phases, exporter)
             saver = stack.enter_context(Saver(config.save.url, options))
@@ -221,11 +219,14 @@ def _stop_request(context: RankContext) -> StopRequest:
     return StopRequest(max_seconds=config.train.max_seconds, grace_s=config.save.grace_s, on_late=end)
 
 
-def _exporter(config: TrainConfig, metrics: MetricsLog) -> Exporter:
-    return Exporter(
+def _exporter(config: TrainConfig, metrics: MetricsLog, begun_from: int | None) -> Exporter:
+    exporter = Exporter(
         config.export, config.save.url, lambda outcome: metrics.event(Event.EXPORT, **asdict(outcome)),
         has_adapters=config.lora.rank > 0,
     )  # fmt: skip
+    if begun_from is not None:
+        exporter.begin_from(begun_from)
+    return exporter
 
 
 def build_model(context: RankContext) -> Parallelized:

@@ -146,7 +146,8 @@ def step_text(incident: Incident, newest: Heartbeat) -> str:
 
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
     """What the heartbeats of a job, and the kernel, show to be wrong now."""
-    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT  # else the verdict says who is dead, and why all stand still
+    # else the verdict says who is dead, and why all stand still
+    is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     gone = tuple(
         rank
         for rank, record in incident.run.ranks.items()

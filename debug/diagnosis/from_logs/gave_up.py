@@ -1,7 +1,7 @@
 """An exception by which a rank gives up a wait for another process that it does not name: that process is at fault, or what is
 between the two. Pure.
 
-Texts from ray/exceptions.py, zmq/error.py, torch/csrc/distributed/rpc (request_callback and tensorpipe_agent), grpc's status codes
+Texts from ray/exceptions.py, zmq/error.py, torch/csrc/distributed/rpc (request_callback, tensorpipe_agent), grpc's status codes,
 and CPython's queue, socket, asyncio and concurrent.futures.
 """
 
@@ -44,7 +44,8 @@ def without_waiters(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
     quiet = f"; nothing more was heard of {rank_list(silent)}" if silent else ""
     waiters = tuple(sorted(errors))
     unclear = replace(
-        first, culprits=(), suspects=tuple(sorted({*silent, *waiters})), victims=(), file="", line=0, confidence=Basis.GAVE_UP.confidence,
+        first, culprits=(), suspects=tuple(sorted({*silent, *waiters})), victims=(), file="", line=0,
+        confidence=Basis.GAVE_UP.confidence,
         headline=f"{rank_list(waiters)} gave up a wait for another process, which the error does not name{quiet}",
         next_steps=(_NEXT, *first.next_steps[1:]),
     )  # fmt: skip

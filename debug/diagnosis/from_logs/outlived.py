@@ -28,4 +28,3 @@ def _marked(record: RankRecord, error: LogEvent) -> RankRecord:
     assert record.log is not None
     events = (replace(e, values={**e.values, "outlived": "1"}) if e is error else e for e in record.events)
     return replace(record, log=replace(record.log, events=tuple(events)))
-

@@ -157,7 +157,7 @@ def wait_in_parts(run: Run, ranks: Sequence[int]) -> bool:
     """Whether these ranks' watchdogs name groups that need not hold all ranks, and no dump tells who is in them."""
     works = [timed_out(run.ranks[rank]) for rank in ranks]
     is_part = all(work is not None and work.group and not _OF_ALL.fullmatch(work.group) for work in works)
-    return is_part and not any(0 < len(group.members) for group in run.groups)
+    return is_part and not any(len(group.members) > 0 for group in run.groups)
 
 
 def _number(event: LogEvent, name: str) -> int:

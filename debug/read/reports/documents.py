@@ -4,9 +4,9 @@ Formats: torch/distributed/elastic/multiprocessing/errors/error_handler.py (`TOR
 `message.extraInfo.py_callstack`; `message` is a text where an agent wrote it); `gcloud logging read --format=json` (a list of
 LogEntry, newest first); `aws logs get-log-events` and `filter-log-events` (`events`: `timestamp`, `message`, `logStreamName`);
 `kubectl get pods -o json` (a Pod or a List of them: `status.containerStatuses`, as in the API's reference); `docker inspect`
-(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`), `kubectl get events -o json`;
-`aws batch describe-jobs` (`jobs[].status`, `statusReason`, `attempts[].container`); Kubeflow's jobs
-(`status.conditions`).
+(`State.OOMKilled`, `State.ExitCode`, `Config.Env`) and `aws ecs describe-tasks` (`containers[].exitCode`, `reason`);
+`kubectl get events -o json` (a List of Events); `aws batch describe-jobs` (`jobs[].status`, `statusReason`,
+`attempts[].container`); Kubeflow's jobs (`status.conditions`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def _pods(value: Any) -> list[str] | None:
 
 def _cluster_events(value: Any) -> list[str] | None:
     """The lines of `kubectl get events`, of its JSON; None if the document holds no event."""
-    items = value.get("items") if isinstance(value, dict) else None
-    found = [one for one in items if isinstance(one, dict) and one.get("kind") == "Event"] if _are_objects(items) else []
+    items: Any = value.get("items") if isinstance(value, dict) else None
+    found = (
+        [one for one in items if isinstance(one, dict) and one.get("kind") == "Event"] if _are_objects(items) else []
+    )
     lines = []
     for event in found:
         of, when = _inside(event, "involvedObject"), event.get("lastTimestamp") or event.get("eventTime") or ""

@@ -34,7 +34,8 @@ _TRIES_ON = re.compile(
     re.IGNORECASE,
 )
 _IN_VAIN = re.compile(
-    r"\b(?:not|no more|never|cannot|can't|won't|exhausted|gave up|(?:restart|relaunch|resubmit|requeue)\w{0,4})\b", re.IGNORECASE
+    r"\b(?:not|no more|never|cannot|can't|won't|exhausted|gave up|(?:restart|relaunch|resubmit|requeue)\w{0,4})\b",
+    re.IGNORECASE,
 )
 SOON = 6  # lines after an error in which a program says that it goes on
 LATER_S = 30.0  # between two records after an error: a process that ends of it has ended by then
@@ -83,8 +84,8 @@ class Routine:
         return counted or self._says(text[:300], time_s if is_flushed else None)
 
     def _says(self, text: str, time_s: float | None) -> GoesOn:
-        """Whether the line, the first ones after the mark, says that the program goes on, or was logged too long after the mark for
-        one that ends."""
+        """Whether the line, the first ones after the mark, says that the program goes on, or was logged too long after the mark
+        for one that ends."""
         if self.since is None:
             return GoesOn.NO
         self.num_since += 1
