@@ -8,7 +8,7 @@ from typing import Any
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.output import format_table, write_json, write_text
 from titan_ckpt.console.progress import ProgressLine
-from titan_ckpt.errors import UsageError
+from titan_ckpt.errors import ConfigError, UsageError
 from titan_ckpt.trainer.config.extension import Extension, load_extension
 from titan_ckpt.trainer.config.recipes import find_config
 from titan_ckpt.trainer.config.toml_records import build_record, merge_sets, resolve
@@ -86,7 +86,11 @@ def _config(arguments: Namespace, recorded: Any) -> TrainConfig:
         tree = {name: dict(table) for name, table in recorded.items()}
         tree["mesh"] = tree.get("mesh", {}) | DEGREES
         merge_sets(tree, [*sets, *arguments.set], {})
-        config = build_record(kind, tree, {})
+        try:
+            config = build_record(kind, tree, {})
+        except ConfigError as error:
+            hint = "" if arguments.module else "; if --module gave the run its model, give that here, too"
+            raise ConfigError(f"{error}{hint}") from error
     check_config(config)
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from titan_ckpt.errors import PlanError
@@ -138,7 +138,17 @@ def spec_of(config: Mapping[str, Any], where: str) -> ModelSpec:
         values["head_dim"] = values.get("head_dim") or values["dim"] // values["n_heads"]
         return ModelSpec(**values)
     except (TypeError, KeyError) as error:
+        lacks = sorted({field.name for field in fields(ModelSpec) if _is_needed(field)} - set(section))
+        if lacks:
+            raise PlanError(
+                f"{where}: the [model] section of its config lacks {', '.join(lacks)}: it is not the trainer's own decoder, "
+                "the only model with a Hugging Face layout here (`convert to-torch` writes any model)"
+            ) from error
         raise PlanError(f"{where}: the [model] section of its config is incomplete: {error}") from error
+
+
+def _is_needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _known(

@@ -126,7 +126,9 @@ def test_the_code_of_transformers_equals_plain_pytorch(ranks: RankPool) -> None:
     _assert_alike(ranks, transformers_llama.model, shape, _tokens, meshes)
 
 
-def test_a_module_trains_from_the_command_line_and_goes_on(tmp_path: Path, cache: str) -> None:
+def test_a_module_trains_from_the_command_line_and_goes_on(
+    tmp_path: Path, cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     sets = (f"data.cache={cache}", f"save.url={tmp_path}/run", "log.tensorboard=false", "train.device=cpu")
     more = [part for text in sets for part in ("--set", text)]
     command = ["train", str(EXAMPLES / "gpt2.toml"), "--module", str(EXAMPLES / "gpt2.py"), *more]
@@ -134,6 +136,11 @@ def test_a_module_trains_from_the_command_line_and_goes_on(tmp_path: Path, cache
     assert main([*command, "--set", "train.steps=3"]) == 0
     assert sorted(read_losses(tmp_path / "run")) == [1, 2, 3]
     assert main([*command, "--set", "train.steps=4", "--set", "model.n_heads=2"]) == 2  # same shapes, another model
+    capsys.readouterr()
+    assert main(["eval", f"{tmp_path}/run"]) == 2
+    assert "if --module gave the run its model, give that here, too" in capsys.readouterr().err
+    assert main(["convert", "to-hf", f"{tmp_path}/run", f"{tmp_path}/hf"]) != 0
+    assert "it is not the trainer's own decoder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
