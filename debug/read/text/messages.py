@@ -294,10 +294,10 @@ _SERVERS = (
     "died unexpectedly", "Got fatal signal from worker processes", "EngineCore hit an exception",
     "EngineCore encountered a fatal error", "Received sigquit from a child process",
 )  # fmt: skip
-# aws-ofi-nccl, NCCL's src/init.cc and src/bootstrap.cc, torch/csrc/distributed/rpc/tensorpipe_agent.cpp.
+# aws-ofi-nccl, NCCL's src/init.cc and src/bootstrap.cc, torch's rpc/tensorpipe_agent.cpp, horovod/common/stall_inspector.cc.
 _WARNINGS = (
     "NCCL WARN NET/OFI Request", "NCCL WARN NET/OFI RC", "NCCL WARN Duplicate GPU detected", "NCCL WARN Bootstrap Root",
-    "NCCL WARN Mismatched collective", "RPC agent for ",
+    "NCCL WARN Mismatched collective", "RPC agent for ", "waiting for remainder of ranks for more than",
 )  # fmt: skip
 # JAX's coordination service (xla/tsl/distributed_runtime/coordination): tasks that sent no heartbeat any more, one a line.
 _OF_JAX = ("stopped sending heartbeats", "distributed service detected fatal errors")
