@@ -86,7 +86,7 @@ class Basis(Enum):
         "its black box holds an exit code other than 0, and it neither waited nor was told to end",
     )
     NO_END = 0.6, (V.RANK_DIED,), "its recorder left no end of the process, all others did"
-    GAVE_UP = 0.4, (V.RANK_DIED,), "it raised for want of another process, which its error does not name"
+    GAVE_UP = 0.4, (V.RANK_DIED,), "it raised at the end of a wait, and its error does not name for whom"
     ORDER_UNKNOWN = 0.4, (V.RANK_DIED,), "several ranks raised exceptions of their own at about the same time"
     DUMPED_FOR_EXCEPTION = 0.6, (V.RANK_DIED,), "its recorder dumped for an exception whose text is missing"
     OTHER_CALL = (

@@ -109,10 +109,10 @@ def check_records(store: Store, path: str, start: int, length: int) -> tuple[lis
                 raise zipfile.BadZipFile("records that overlap")
             ends = sorted({*(info.header_offset for info in records), archive.start_dir, length})
             for info in records:
-                message = _size_problem(info)
-                if not message and info.CRC == 0 and info.file_size:
-                    unchecked += 1
-                elif message := message or _record_problem(archive, info):
+                has_crc = info.CRC != 0 or not info.file_size
+                message = _size_problem(info) or (_record_problem(archive, info) if has_crc else None)
+                unchecked += not has_crc and message is None
+                if message is not None:
                     at = min(max(info.header_offset, 0), length)
                     end = ends[min(bisect_right(ends, at), len(ends) - 1)]
                     damages.append(Damage(start + at, start + min(end, length), f"record {info.filename!r}: {message}"))
@@ -122,7 +122,7 @@ def check_records(store: Store, path: str, start: int, length: int) -> tuple[lis
 
 
 def _size_problem(info: zipfile.ZipInfo) -> str | None:
-    """torch stores records as they are: no program reads one whose sizes differ."""
+    """torch.save stores records as they are, so that both sizes in the directory are equal."""
     if not info.compress_type and info.file_size != info.compress_size:
         return f"has {info.compress_size} bytes, its directory says {info.file_size}"
     return None

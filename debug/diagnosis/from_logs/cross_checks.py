@@ -43,9 +43,11 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
 
 def _waited_too(run: Run, verdict: Verdict) -> bool:
     """Whether it says that a rank did not come, whose watchdog reports the very operation in which another rank waits."""
+    if verdict.verdict not in _NOT_COME:
+        return False
     works = {rank: work.place for rank, record in run.ranks.items() if (work := timed_out(record)) is not None}
     others = {place for rank, place in works.items() if rank not in verdict.culprits}
-    return verdict.verdict in _NOT_COME and any(works.get(rank) in others for rank in verdict.culprits)
+    return any(works.get(rank) in others for rank in verdict.culprits)
 
 
 def _may_be_two_attempts(run: Run) -> bool:

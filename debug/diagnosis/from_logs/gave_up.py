@@ -1,5 +1,5 @@
-"""An exception by which a rank gives up a wait for another process that it does not name: that process is at fault, or what is
-between the two. Pure.
+"""An exception by which a rank gives up a wait and does not name for whom: another process may be at fault, or what is between
+the two. Pure.
 
 Texts from ray/exceptions.py, zmq/error.py, torch/csrc/distributed/rpc (request_callback, tensorpipe_agent), grpc's status codes,
 and CPython's queue, socket, asyncio and concurrent.futures.
@@ -46,13 +46,13 @@ def without_waiters(run: Run, verdicts: Sequence[Verdict]) -> list[Verdict]:
     unclear = replace(
         first, culprits=(), suspects=tuple(sorted({*silent, *waiters})), victims=(), file="", line=0,
         confidence=Basis.GAVE_UP.confidence,
-        headline=f"{rank_list(waiters)} gave up a wait for another process, which the error does not name{quiet}",
+        headline=f"{rank_list(waiters)} gave up a wait, and the error does not name for whom{quiet}",
         next_steps=(_NEXT, *first.next_steps[1:]),
     )  # fmt: skip
     return [unclear, *others]
 
 
-_NEXT = "find out from the code at that line whom it waited for, and read what that process did last"
+_NEXT = "find out from the code at that line whom or what it waited for, and what that did last"
 
 
 def _is_silent(record: RankRecord) -> bool:
