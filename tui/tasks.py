@@ -1,8 +1,7 @@
-"""Run work in background threads. Threads are daemons, so quitting never waits for a slow store."""
+"""Run work in background threads. Quitting never waits for a slow store."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from textual.app import App
 from textual.message import Message
 
+from titan_ckpt.console import background
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import TitanError
 
@@ -65,7 +65,7 @@ def start(
             error = caught
         app.post_message(Finished(what, result, error, done, failed))
 
-    threading.Thread(target=run, name=f"tui: {what}", daemon=True).start()
+    background.start(what, run)
 
 
 def finish(message: Finished) -> None:

@@ -233,6 +233,27 @@ def test_streams_do_not_change_the_exit_code(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.traceback.txt")) == []
 
 
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_a_thread_at_work_aborts_no_end(is_at_work: bool) -> None:
+    """Python would unwind the stack of the thread through C++ code of numpy, which calls std::terminate."""
+    program = f"""
+import time
+import numpy
+from titan_ckpt.console import background
+
+def work():
+    while {is_at_work}:
+        numpy.unique(numpy.arange(100_000) % 1000)
+
+background.start("numbers", work)
+time.sleep(0.3)
+background.end_beside_threads(7)
+print("no thread works")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == ((7, "", "") if is_at_work else (0, "no thread works\n", ""))
+
+
 def test_a_removed_working_folder_is_said(tmp_path: Path) -> None:
     save(str(tmp_path / "run"), {"w": torch.zeros(2)}, step=1)
     for words, code in ((f"verify {tmp_path}/run", 0), ("ls x", 2), (f"cp {tmp_path}/run out", 2)):

@@ -13,6 +13,7 @@ from types import FrameType
 
 from titan_ckpt.arguments import check_word, nearest
 from titan_ckpt.cli.failures import nothing_printed_elsewhere, report_failure, write_json_error
+from titan_ckpt.console.background import end_beside_threads
 from titan_ckpt.console.command import Command, CommandParser, Parser, ParserExit
 from titan_ckpt.console.output import (
     OutputClosedError,
@@ -269,9 +270,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         complete(build_parser, COMMANDS)
     open_closed_streams()
     try:
-        return _exit_code(arguments, is_program=True)
+        code = _exit_code(arguments, is_program=True)
     finally:
         drop_unwritten()
+    end_beside_threads(code)
+    return code
 
 
 def _exit_code(arguments: Sequence[str], *, is_program: bool) -> int:

@@ -13,6 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.screen import ModalScreen
 
+from titan_ckpt.console import background
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.errors import TitanError
@@ -63,7 +64,7 @@ class IncidentsScreen(ModalScreen[str | None]):
         view.border_title = "incidents: enter opens one"
         self._paint(self._names.index(self._content.incident) + 1)
         view.focus()
-        threading.Thread(target=self._judge, name="tui: incidents", daemon=True).start()
+        background.start("incidents", self._judge)
 
     def on_unmount(self) -> None:
         self._is_closed.set()
