@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,12 @@ from tools.architecture.sources import PACKAGES, hidden_imports, package_files
 from tools.paths import ROOT
 
 
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the five packages."""
-    root = tmp_path_factory.mktemp("tree")
-    for path in package_files():
-        target = root / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
-    return root
+def _planted(root: Path, module: str, line: str) -> list[str]:
+    """What is found in a tree that holds nothing but a copy of `module` with one more line."""
+    path = root / module
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{(ROOT / module).read_text()}\n{line}\n")
+    return list(hidden_imports(root))
 
 
 def test_no_room_imports_another_by_name() -> None:
@@ -43,14 +39,8 @@ def test_every_package_is_searched_for_hidden_imports() -> None:
     ],
 )
 @pytest.mark.parametrize("module", ["titan_ckpt/store/base.py", "debug/read/reader.py"])
-def test_a_planted_import_by_name_is_refused(tree: Path, module: str, line: str) -> None:
-    path = tree / module
-    clean = path.read_text()
-    path.write_text(f"{clean}\n{line}\n")
-    try:
-        (found,) = hidden_imports(tree)
-    finally:
-        path.write_text(clean)
+def test_a_planted_import_by_name_is_refused(tmp_path: Path, module: str, line: str) -> None:
+    (found,) = _planted(tmp_path, module, line)
     assert found.startswith(f"{module}:")
 
 
@@ -58,11 +48,5 @@ def test_a_planted_import_by_name_is_refused(tree: Path, module: str, line: str)
     "line",
     ['import importlib; importlib.import_module("wandb")', 'import importlib.util; importlib.util.find_spec("torch")'],
 )
-def test_an_import_of_another_library_by_name_is_fine(tree: Path, line: str) -> None:
-    path = tree / "trainer" / "report" / "metrics.py"
-    clean = path.read_text()
-    path.write_text(f"{clean}\n{line}\n")
-    try:
-        assert list(hidden_imports(tree)) == []
-    finally:
-        path.write_text(clean)
+def test_an_import_of_another_library_by_name_is_fine(tmp_path: Path, line: str) -> None:
+    assert _planted(tmp_path, "trainer/report/metrics.py", line) == []

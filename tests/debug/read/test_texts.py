@@ -366,17 +366,28 @@ def test_packed_log_is_read(pack: Callable[[bytes], bytes], tmp_path: Path) -> N
     assert len(open_run(str(tmp_path)).ranks[1].events) == 2
 
 
+@pytest.mark.no_cover
 def test_middle_of_a_huge_log_is_searched(tmp_path: Path) -> None:
-    filler = b"2026-11-22 01:00:00 INFO train: a line of no interest, again and again and again\n" * 120_000
+    filler = b"2026-11-22 01:00:00 INFO train: a line of no interest, again and again and again\n" * 60_000
     (tmp_path / "train.log").write_bytes(
         filler + f"[rank3]:[E ProcessGroupNCCL.cpp:4] [Rank 3] {WATCHDOG}\n".encode() + filler + filler
     )
     events = open_run(str(tmp_path)).ranks[3].events
-    assert [event.line for event in events] == [120_001]
+    assert [event.line for event in events] == [60_001]
 
 
 @pytest.mark.parametrize(
-    "line", [b"word (a=1, b=[2]) " * 400, b"[" * 5000, b"(pid=1, " * 700, b"9" * 5000, b"rank" * 1200]
+    "line",
+    [
+        b"word (a=1, b=[2]) " * 400,
+        b"[" * 5000,
+        b"(pid=1, " * 700,
+        b"9" * 5000,
+        b"rank" * 1200,
+        b"." * 199,
+        b"a/b." * 50,
+    ],
+    ids=lambda line: line[:8].decode(),
 )
 def test_long_lines_cost_time_linear_in_their_bytes(line: bytes) -> None:
     data = (line + b"\n") * ((2 << 20) // len(line))

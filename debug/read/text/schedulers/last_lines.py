@@ -21,7 +21,7 @@ _CODE = re.compile(
 )
 _ENDED = re.compile(
     r"(?:^Exited with exit code |\bTask exited with return code |^Command exited with non-zero status |\(exit status "
-    r"|[\w./-]{1,200}\.(?:py|sh) exited with (?:(?:exit )?code |status )?)(?P<code>\d{1,3})(?:\.?\s*$|; (?:not )?expected\)$)"
+    r"|(?<=[\w./-])\.(?:py|sh) exited with (?:(?:exit )?code |status )?)(?P<code>\d{1,3})(?:\.?\s*$|; (?:not )?expected\)$)"
     r"|(?:\(\d\) Abnormal termination \(signal |^Command terminated by signal )(?P<signal>\d{1,2})\)?$"
 )
 _FAILED = re.compile(
