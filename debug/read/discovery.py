@@ -21,6 +21,10 @@ HEAD_OF_LOG = 4 << 20
 TAIL_OF_LOG = 12 << 20
 
 _ATTEMPT = re.compile(r"(?P<base>.*)attempt_(?P<number>\d{1,6})$")
+_ATTEMPT_IN_NAME = re.compile(  # a log of one attempt of the job, or of the process that the rest of the name tells
+    r"(?P<base>(?:.*[/._-])?(?:attempt|restart)[._-]?)(?P<number>\d{1,4})(?P<after>(?:[._-][A-Za-z]{1,12})*\.(?:log|txt|out|err))$",
+    re.IGNORECASE,
+)
 _LOCAL = re.compile(r"local[_-]?rank[_-]?\d{1,6}", re.IGNORECASE)  # counts on its host, which the folder is of
 _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _GLOBAL = re.compile(r"(?:global|world)[_-]?rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
@@ -126,15 +130,19 @@ def _newest(files: list[EvidenceFile]) -> list[EvidenceFile]:
 
 
 def _of_last_attempts(files: list[EvidenceFile]) -> list[EvidenceFile]:
-    attempts = {file.path: match for file in files if (match := _ATTEMPT.search(file.host_folder))}
+    attempts = {file.path: found for file in files if (found := _attempt(file))}
     last: dict[str, int] = {}
-    for match in attempts.values():
-        last[match["base"]] = max(last.get(match["base"], 0), int(match["number"]))
-    return [
-        file
-        for file in files
-        if (match := attempts.get(file.path)) is None or int(match["number"]) == last[match["base"]]
-    ]
+    for process, number in attempts.values():
+        last[process] = max(last.get(process, 0), number)
+    return [file for file in files if (found := attempts.get(file.path)) is None or found[1] == last[found[0]]]
+
+
+def _attempt(file: EvidenceFile) -> tuple[str, int] | None:
+    """Whose attempt a file is of, and which, by its folder or by its name."""
+    if match := _ATTEMPT.search(file.host_folder):
+        return match["base"], int(match["number"])
+    match = _ATTEMPT_IN_NAME.match(file.path)
+    return None if match is None else (f"{match['base']}#{match['after']}", int(match["number"]))
 
 
 def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFile:

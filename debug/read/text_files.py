@@ -26,6 +26,7 @@ from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
 from titan_ckpt.debug.read.text.nccl_calls import told_by
+from titan_ckpt.debug.read.text.prefixes import POD
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.labels import Writer
 from titan_ckpt.debug.read.text.writers.of_run import OfRun
@@ -233,7 +234,7 @@ def _take_log(
 def _writer(file: EvidenceFile) -> Writer:
     if file.rank is None:
         pod = pod_log(file.path)
-        return ("host", pod.name, 0) if pod else NOBODY
+        return ("host", pod.name, POD) if pod else NOBODY
     return ("local", f"{file.host_folder}|", file.rank) if file.host_folder else ("rank", "", file.rank)
 
 

@@ -390,12 +390,8 @@ def test_lists_nested_exponentially_are_refused_at_once(field: str, pair: type, 
     for _ in range(50):
         bomb = pair([bomb, bomb])  # 2**50 numbers in a few hundred bytes
     entries = [{"collective_seq_id": n, "profiling_name": "nccl:send 0->1", field: bomb} for n in range(2)]
-    (tmp_path / "rank_0").write_bytes(
-        pickle.dumps({"version": "2.10", "pg_config": {}, "entries": entries}, protocol=2)
-    )
-    (tmp_path / "rank_1").write_bytes(
-        pickle.dumps({"version": "2.10", "pg_config": {"0": {"desc": bomb}}, "entries": []})
-    )
-    (tmp_path / "rank_2").write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": []}, protocol=2))
+    for rank, groups, of_rank in ((0, {}, entries), (1, {"0": {"desc": bomb}}, []), (2, {}, [])):
+        dump = {"version": "2.10", "pg_config": groups, "entries": of_rank}
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
     run = open_run(str(tmp_path))
     assert {flag.source for flag in run.flags if flag.flag == "DUMP_CORRUPT"} == {"rank_0", "rank_1"}

@@ -302,15 +302,12 @@ def left_no_end(run: Run, rank: int) -> bool:
 def _was_lost(run: Run, rank: int) -> bool:
     """Whether a recorder left no end of its process and ticked no longer than those that did, which are more; and these ended of
     connections that closed, or were told to end."""
-    without = {number for number, one in run.ranks.items() if not has_end(one)}
     beat = run.ranks[rank].heartbeat
+    if beat is None:
+        return False
+    without = {number for number, one in run.ranks.items() if not has_end(one)}
     ends = [one.heartbeat.alive_ns for number, one in run.ranks.items() if number not in without and one.heartbeat]
-    if (
-        beat is None
-        or rank not in without
-        or 2 * len(without) > len(run.ranks)
-        or len(ends) + len(without) < len(run.ranks)
-    ):
+    if rank not in without or 2 * len(without) > len(run.ranks) or len(ends) + len(without) < len(run.ranks):
         return False
     closed = set(saw_peers_close(run))
     is_by_connections = bool(closed - without) and not closed & without and not saw_timeouts(run)

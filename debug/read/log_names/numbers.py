@@ -132,7 +132,9 @@ def _complete(by_name: Mapping[str, Mapping[int, JobText]]) -> list[dict[int, li
 
 
 def _is_denied(logs: Mapping[int, Sequence[JobText]]) -> bool:
-    """Whether a rank introduces itself in a log of another number: then each log holds several."""
+    """Whether a rank introduces itself in a log of another number: then each log holds several. Or they are jobs apart."""
+    if len({text.apart for found in logs.values() for text in found} - {""}) > 1:
+        return True
     return any(text.introduced not in (None, number) for number, found in logs.items() for text in found)
 
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 from titan_ckpt.debug.incident.records import MAX_RANK
 from titan_ckpt.debug.read.log_names.pids import Pids
-from titan_ckpt.debug.read.log_names.places import offsets
+from titan_ckpt.debug.read.log_names.places import crowded, offsets
 from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
 from titan_ckpt.debug.read.text.job_text import OWN, JobText
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
@@ -41,14 +41,18 @@ class Owners:
                 if kind == "pid" and rank <= MAX_RANK:
                     self.pids.add(number, rank)
         self._offsets = offsets(texts, self.links)
+        self._crowded = crowded(texts) - self._offsets.keys()
         self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
-        has_launcher = any(text.endings.has_launcher for text in texts)
+        on_hosts = {writer: ranks for text in texts for writer, ranks in text.on_hosts.items()}
+        has_launcher = any(text.endings.has_launcher or any(text.endings.spawned.values()) for text in texts)
         has_places = (
             has_launcher or any(writer[0] in ("rank", "local", "task") for writer in writers) or bool(self.links)
         )
         nodes = {writer: node for text in texts for writer, node in text.nodes.items()}
         self._nodes = (
-            hosts_of_one_rank(writers, self.hosts) if has_places else {**nodes, **single_process_hosts(writers)}
+            hosts_of_one_rank(writers, self.hosts)
+            if has_places
+            else {**nodes, **single_process_hosts(writers, on_hosts)}
         )
 
     def _learn(self, text: JobText, ending: Ending) -> None:
@@ -76,7 +80,7 @@ class Owners:
             rank = self.tasks.of_label(number)
             return rank if rank <= MAX_RANK else -1
         if kind == "local":
-            return self._offsets.get(place, 0) + number
+            return -1 if place in self._crowded else self._offsets.get(place, 0) + number
         if kind == "pid":
             rank = self.pids.rank(number, place)
             return self._nodes.get(writer, -1) if rank < 0 else rank

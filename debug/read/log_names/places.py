@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from titan_ckpt.debug.read.text.job_text import JobText
 from titan_ckpt.debug.read.text.writers.labels import Writer
+
+_MOST_LOGS = 64  # of one local rank that are compared
 
 
 def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, int]:
@@ -34,3 +37,14 @@ def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, 
 
 def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
+
+
+def crowded(texts: Sequence[JobText]) -> set[str]:
+    """The places in which two logs have the same steps of the same local rank: they are of several hosts."""
+    steps: defaultdict[int, list[tuple[str, set[int]]]] = defaultdict(list)
+    for text in texts:
+        for writer, stream in text.writers.items():
+            if writer[0] == "local" and writer != text.default and stream.step_times:
+                steps[writer[2]].append((writer[1], set(stream.step_times)))
+    pairs = (pair for found in steps.values() for pair in itertools.combinations(found[:_MOST_LOGS], 2))
+    return {place for one, other in pairs if one[1] & other[1] for place in (one[0], other[0])}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
+from titan_ckpt.debug.read.text.prefixes import REPLICA
 from titan_ckpt.debug.read.text.writers.labels import Writer
 
 _NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
@@ -13,8 +14,9 @@ _SERVICE = re.compile(r"(?P<name>[A-Za-z][\w.-]{0,60}?)(?P<number>\d{1,5})-1")
 _FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
 
 
-def single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
-    """Where nothing but hosts or nodes is known: the ranks that their numbers are; none where two have the same number."""
+def single_process_hosts(writers: Iterable[Writer], on_hosts: Mapping[Writer, set[int]]) -> dict[Writer, int]:
+    """Where nothing but hosts or nodes is known: the ranks that their numbers are; none where two have the same number, or where
+    machines, which are no pods, do not count from 0. `on_hosts`: which ranks introduced themselves on each."""
     writers = [*writers]
     ranks = {writer: writer[2] for writer in writers if writer[0] == "node"}
     hosts = [writer for writer in writers if writer[0] == "host" and _NUMBER.search(writer[1])]
@@ -28,7 +30,11 @@ def single_process_hosts(writers: Iterable[Writer]) -> dict[Writer, int]:
         return _numbered_services(hosts)
     if not are_services and _are_replicas(ranks):
         ranks = {writer: number - 1 for writer, number in ranks.items()}
-    return ranks if len(set(ranks.values())) == len(ranks) else {}
+    is_counted = set(ranks.values()) == set(range(len(ranks))) or any(
+        writer[2] or writer[0] == "node" for writer in ranks
+    )
+    are_told = bool(on_hosts) and all(seen == {ranks.get(writer)} for writer, seen in on_hosts.items())
+    return ranks if len(set(ranks.values())) == len(ranks) and (is_counted or are_told) else {}
 
 
 def _numbered_services(hosts: Iterable[Writer]) -> dict[Writer, int]:
@@ -53,6 +59,6 @@ def _are_replicas(numbers: dict[Writer, int]) -> bool:
     services = {_NUMBER.sub("", writer[1]) for writer in numbers}
     return (
         len(services) == 1
-        and all(writer[0] == "host" and writer[2] for writer in numbers)
+        and all(writer[0] == "host" and writer[2] == REPLICA for writer in numbers)
         and sorted(numbers.values()) == [*range(1, len(numbers) + 1)]
     )

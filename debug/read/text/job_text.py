@@ -14,7 +14,7 @@ from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.caught import Caught, mark
-from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, listening_rank, on_host
+from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, job_apart, listening_rank, on_host
 from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.of_run import OfRun
@@ -41,6 +41,7 @@ class JobText:
     nodes: dict[Writer, int] = field(default_factory=dict)
     tasks: dict[int, set[int]] = field(default_factory=dict)  # the ranks that lines labelled with a task name
     hosts: dict[int, str] = field(default_factory=dict)
+    on_hosts: dict[Writer, set[int]] = field(default_factory=dict)  # the ranks that introduced themselves there
     endings: Endings = field(default_factory=Endings)
     shells: dict[int, Writer] = field(default_factory=dict)  # whose lines are notes of endings: a shell's below a rank
     weak: tuple[str, ...] = ()
@@ -51,6 +52,7 @@ class JobText:
     is_turned: bool = False  # the file has its newest line first: lines are counted from its end
     nccl: NcclCalls = field(init=False)
     introduced: int | None = None  # the rank that said first who it is
+    apart: str = ""  # which of several jobs it is of, where a line says so
     recorded: set[int] = field(default_factory=set)  # the ranks whose recorder said here where it listens
     _quoted: Writer | None = None  # the process whose error a launcher repeats
     _prefixes: OwnPrefixes = field(default_factory=OwnPrefixes)
@@ -76,6 +78,7 @@ class JobText:
         if self.caught.is_quote(number, line.text):
             return
         self.began_s = line.time_s if self.began_s is None else self.began_s
+        self.apart = self.apart or job_apart(line.text, self.source)
         writer = self._writer(line)
         if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
             writer = self._named_inside(line, writer)
@@ -178,7 +181,7 @@ class JobText:
             return ("task", "", line.task)
         if line.node is not None:
             return ("node", "", line.node)
-        return ("host", line.host, int(line.is_replica)) if line.host else NOBODY
+        return ("host", line.host, line.host_kind) if line.host else NOBODY
 
     def _named_inside(self, line: Line, writer: Writer) -> Writer:
         """A rank that stands in the text: after a progress bar, or where torch names itself."""
@@ -206,6 +209,8 @@ class JobText:
                 self._introduce(int(match["rank"]), match["before"] or match["pid"])
                 if writer[0] == "local":
                     self.links.setdefault(writer, int(match["rank"]))
+                elif writer[0] == "host":
+                    self.on_hosts.setdefault(writer, set()).add(int(match["rank"]))
             return writer
         if writer[0] in ("pid", "local"):
             self.links.setdefault(writer, rank)

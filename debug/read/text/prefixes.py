@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from titan_ckpt.debug.read.text import clocks
 
 MAX_LAYERS = 16
+REPLICA, POD = 1, 2  # names that compose made up, whose numbers count from 1, and those of a cluster's pods
 _LOOK = 400  # characters in which a prefix must end
 
 
@@ -38,7 +39,7 @@ class Line:
     node: int | None = None
     task: int | None = None
     host: str = ""
-    is_replica: bool = False  # compose made up the host's name: its numbers count from 1
+    host_kind: int = 0  # of the host's name: a machine's, or REPLICA, or POD
     pid: int | None = None
     time_s: float | None = None
     zone: str = ""  # of that time, as `clocks.zone_of` gives it
@@ -93,7 +94,11 @@ def _host(line: Line, match: re.Match[str]) -> None:
 
 
 def _replica(line: Line, match: re.Match[str]) -> None:
-    line.host, line.is_replica = match["host"], True
+    line.host, line.host_kind = match["host"], REPLICA
+
+
+def _pod(line: Line, match: re.Match[str]) -> None:
+    line.host, line.host_kind = match["host"], POD
 
 
 def _nccl(line: Line, match: re.Match[str]) -> None:
@@ -140,7 +145,7 @@ _BRACKET: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("]:", re.compile(rf"\[[^\[\]]{{0,60}}\b(?:global_?)?[Rr]ank[ _:=-]?{_N}\b[^\[\]]{{0,60}}\]: ?"), _rank),
     ("[RankMonitorServer:", re.compile(r"\[\w{4,8}\] (?=\[RankMonitorServer:)"), _nothing),
     ("[RankMonitorServer:", re.compile(rf"\[RankMonitorServer:{_N}\] "), _rank),
-    ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _host),
+    ("[pod/", re.compile(r"\[pod/(?P<host>[\w.-]{1,120})/[\w.-]{1,120}\] "), _pod),
     ("] [", re.compile(r"\[\d{1,9}\] (?=\[)"), _nothing),
     ("][", re.compile(r"\[(?:node|host|machine)[ _:=-]?(?P<n>\d{1,6})\](?=\[)", re.IGNORECASE), _node),
     ("][", re.compile(rf"\[(?:local(?:[ _]rank)?|gpu|cuda)[ _:=-]?{_N}\](?=\[)", re.IGNORECASE), _local),
@@ -207,7 +212,7 @@ _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
     "logfmt": (re.compile(rf"(?=.{{0,200}}\b(?:level|lvl|severity)=)(?:{_PAIR} ){{0,6}}(?:global_)?rank={_N} "), _rank),
     "gpu": (re.compile(rf"\[(?:gpu|GPU|cuda)[ :_]?{_N}\] "), _local),
     "pdsh": (re.compile(rf"(?P<host>{_NAME}): "), _host),
-    "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _host),
+    "stern": (re.compile(rf"(?P<host>{_NAME}-{_NAME}) (?!exited )[a-z0-9-]{{2,60}} "), _pod),
 }
 _TORCH_TERMINAL = "ProcessGroup"
 
@@ -323,9 +328,12 @@ def _is_usual(name: str, rests: Sequence[str]) -> bool:
         return False
     if name in _OF_PROGRAMS:
         return _are_side_by_side([int(match["rank"]) for rest in rests if (match := pattern.match(rest[:_LOOK]))])
+    if name == "hydra" and _are_pids({int(label) for label in labels}):
+        return False
     return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
 
 
+_MOST_NODES = 100  # whose ranks' lines are labelled `[N]`, and not by a launcher in a clearer form
 _OF_PROGRAMS = ("parenthesis", "angle", "index", "short", "gpu", "logfmt")  # which mean what their programs want
 
 
@@ -335,6 +343,14 @@ def _are_side_by_side(numbers: Sequence[int]) -> bool:
     highest = itertools.accumulate(numbers, max)
     again = {number for number, high in zip(numbers, highest, strict=True) if number < high}
     return bool(again) and again == set(range(max(numbers)))
+
+
+def _are_pids(numbers: set[int]) -> bool:
+    """Whether numbers are those of processes: none is 0, and they are no node's share of the ranks, which begins at a multiple of
+    its size."""
+    first, count = min(numbers), len(numbers)
+    is_share = first % count == 0 and first < _MOST_NODES * count
+    return first > 0 and not is_share
 
 
 def _counts_up(rests: Sequence[str], pattern: re.Pattern[str]) -> bool:

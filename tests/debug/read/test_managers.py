@@ -134,7 +134,6 @@ def test_undecided_report_says_what_was_reported(name: str, tmp_path: Path) -> N
 
 LINES = {
     "SageMaker with MPI": ("[1,mpirank:3,algo-2]<stderr>:{}", 3, "algo-2"),
-    "Vertex AI": ("ERROR\t2026-11-22 02:07:08.123456 +0000\tworkerpool0-3\t\t{}", 3, ""),
     "NVRx": ("[WARNING] [RankMonitorServer:3] {}", 3, ""),
     "SageMaker's colours": ("[rank3]: #033[34m{}#033[0m", 3, ""),
 }
@@ -148,6 +147,15 @@ def test_prefix_of_a_cloud_service_gives_the_rank(name: str) -> None:
     [event] = [event for log in logs.ranks[rank] for event in log.events]
     assert event.frame is not None
     assert (event.kind, event.frame.place, logs.hosts.get(rank, "")) == (EventKind.EXCEPTION, "/job/a.py:3", host)
+
+
+def test_the_replica_of_a_pool_alone_is_no_rank() -> None:
+    """Vertex AI counts them in each pool, and says nothing of their processes."""
+    form = "ERROR\t2026-11-22 02:07:08.123456 +0000\tworkerpool1-3\t\t{}"
+    logs = read("\n".join(map(form.format, TRACEBACK)) + "\n")
+    assert not logs.ranks
+    assert logs.job is not None
+    assert [event.kind for event in logs.job.events] == [EventKind.EXCEPTION]
 
 
 ENTRIES = {

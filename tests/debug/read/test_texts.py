@@ -62,7 +62,7 @@ PREFIXES: dict[str, Callable[[str], str]] = {
     "clock": "02:07:08 {}".format,
     "colour": "\x1b[36m{}\x1b[0m".format,
 }
-WITHOUT_RANK = ("Ray", "logger", "bracketed time", "syslog", "clock", "colour", "CRI", "Docker")
+WITHOUT_RANK = ("Ray", "logger", "bracketed time", "syslog", "clock", "colour", "CRI", "Docker", "pdsh")
 MESSAGES = {
     "watchdog": (f"[E1122 02:07:08.40 ProcessGroupNCCL.cpp:685] [Rank 3] {WATCHDOG}", EventKind.WATCHDOG),
     "store": ("wait timeout after 300000ms, keys: /default_pg/0//cuda//5", EventKind.STORE_WAIT),
