@@ -17,6 +17,8 @@ MEETINGS = ("all_reduce", "barrier", "all_gather", "all_gather_into_tensor", "re
 DUMP_SKEW_S = 120.0
 CLOCK_SKEW_NS = 1_000_000_000
 LEAST_COMMON = 4
+OLD_NS = 900 * 10**9  # by which the clocks of a job's hosts hardly differ
+MOST_COMPARED = 8  # ranks whose operations are looked up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,40 @@ def flags(run: Run) -> Iterator[Flag]:
 
 def old_dumps(run: Run) -> tuple[int, ...]:
     """The few ranks whose dump is of an earlier attempt: it lacks what all finished together, at times that are none of the
-    others'. What they waited in says nothing of this attempt."""
+    others'; or it ended long before the others began, and is of another program. What they did says nothing of this attempt."""
     behind = _dumped_too_early(run)
-    old = tuple(rank for rank in _other_clocks(run) if rank in behind) if behind else ()
+    late = {rank for rank in _other_clocks(run) if rank in behind} if behind else set()
+    old = tuple(sorted(late | _of_other_programs(run)))
     return old if 2 * len(old) < len(run.ranks) else ()
+
+
+def _of_other_programs(run: Run) -> set[int]:
+    """Ranks whose operations all are older than most others' by OLD_NS, and are not those that the others issued as well."""
+    times = {
+        rank: created[created > 0]
+        for rank, record in run.ranks.items()
+        if record.has_flight_recorder and (created := record.operations["created_ns"]).any()
+    }
+    if len(times) < 2:
+        return set()
+    begin = int(np.median([int(created.min()) for created in times.values()]))
+    early = {rank for rank, created in times.items() if int(created.max()) < begin - OLD_NS}
+    others = [_calls(run, rank) for rank in times if rank not in early][:MOST_COMPARED] if early else []
+    return {rank for rank in early if not any(_is_as(_calls(run, rank), calls) for calls in others)}
+
+
+def _calls(run: Run, rank: int) -> dict[tuple[int, int], tuple[int, ...]]:
+    """A rank's collectives: group and number to operation, sizes and dtypes."""
+    table = run.ranks[rank].operations
+    rows = table[table["p2p"] == 0][["group", "seq", "op", "sizes", "dtypes"]].tolist()
+    return {(group, seq): call for group, seq, *call in rows}
+
+
+def _is_as(mine: dict[tuple[int, int], tuple[int, ...]], others: dict[tuple[int, int], tuple[int, ...]]) -> bool:
+    """Whether half of what both have comes before the first difference: a fault stops a job soon, other programs go on."""
+    common = sorted(mine.keys() & others.keys())
+    first = {group: seq for group, seq in reversed(common) if mine[group, seq] != others[group, seq]}
+    return bool(common) and 2 * sum(seq < first.get(group, seq + 1) for group, seq in common) >= len(common)
 
 
 def _spread_of_dumps(run: Run) -> float:

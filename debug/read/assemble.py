@@ -131,6 +131,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
     if old := [rank for rank in disagreement.old_dumps(run) if evidence.ranks[rank].box is None]:
         for rank in old:
             evidence.ranks[rank].dumps.clear()
+            evidence.ranks[rank].known_groups.clear()
         text = "the dump of these ranks is of an earlier attempt: the others finished together what it still waits in"
         evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=(*old,)))
         return assemble(evidence, incident, incidents)

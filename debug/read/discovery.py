@@ -22,7 +22,7 @@ TAIL_OF_LOG = 12 << 20
 
 _ATTEMPT = re.compile(r"(?P<base>.*)attempt_(?P<number>\d{1,6})$")
 _ATTEMPT_IN_NAME = re.compile(  # a log of one attempt of the job, or of the process that the rest of the name tells
-    r"(?P<base>(?:.*[/._-])?(?:attempt|restart)[._-]?)(?P<number>\d{1,4})(?P<after>(?:[._-][A-Za-z]{1,12})*\.(?:log|txt|out|err))$",
+    r"(?P<base>(?:.*[/._-])?(?:attempt|restart)[._=-]?)(?P<number>\d{1,4})(?P<after>(?:[._-][A-Za-z]{1,12})*\.(?:log|txt|out|err))$",
     re.IGNORECASE,
 )
 _LOCAL = re.compile(r"local[_-]?rank[_-]?\d{1,6}", re.IGNORECASE)  # counts on its host, which the folder is of

@@ -12,6 +12,7 @@ from titan_ckpt.debug.incident.kinds import IN_LOG, FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
 from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
+from titan_ckpt.debug.read.log_names.earlier_runs import forget_earlier_runs
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
 from titan_ckpt.debug.read.log_names.pids import Pids, host_in
 from titan_ckpt.debug.read.log_names.pods import pod_log
@@ -246,6 +247,7 @@ def finish_texts(evidence: RunEvidence) -> None:
         if pid:
             processes.append((pid, rank, known.sidecar.host if known.sidecar else ""))
     _forget_earlier_attempts(evidence.texts)
+    evidence.flags.extend(forget_earlier_runs(evidence.texts))
     if evidence.ranks:
         name_recorded(evidence.texts, sum(found.sidecar is not None for found in evidence.ranks.values()))
     else:

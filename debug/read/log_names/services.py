@@ -18,6 +18,9 @@ def single_process_hosts(writers: Iterable[Writer], on_hosts: Mapping[Writer, se
     """Where nothing but hosts or nodes is known: the ranks that their numbers are; none where two have the same number, or where
     machines, which are no pods, do not count from 0. `on_hosts`: which ranks introduced themselves on each."""
     writers = [*writers]
+    told = {writer: min(ranks) for writer, ranks in on_hosts.items() if len(ranks) == 1}
+    if told.keys() == {writer for writer in writers if writer[0] == "host"} and len(set(told.values())) == len(told):
+        return told
     ranks = {writer: writer[2] for writer in writers if writer[0] == "node"}
     hosts = [writer for writer in writers if writer[0] == "host" and _NUMBER.search(writer[1])]
     has_master = any("master" in writer[1] for writer in hosts)

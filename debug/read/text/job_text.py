@@ -80,7 +80,7 @@ class JobText:
         self.began_s = line.time_s if self.began_s is None else self.began_s
         self.apart = self.apart or job_apart(line.text, self.source)
         writer = self._writer(line)
-        if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text):
+        if writer[0] != "rank" and ("ank" in line.text or "RANK" in line.text or "ss index" in line.text):
             writer = self._named_inside(line, writer)
         elif "pid" in line.text:
             self._note_start(line.text, writer)
@@ -129,7 +129,7 @@ class JobText:
         if self.caught.is_test_run(self.num_lines, (*events, *ends)):
             self.writers.clear()
             self.endings = Endings()
-        self.caught.mark(self.writers.values())
+        self.caught.mark(self.writers.values(), self.endings)
         last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
             stream.last_step_line = max(stream.last_step_line, last)
@@ -205,12 +205,12 @@ class JobText:
         else:
             if found := on_host(line.text):
                 self.hosts.setdefault(*found)
-            if match := introduction(line.text):
-                self._introduce(int(match["rank"]), match["before"] or match["pid"])
+            if own := introduction(line.text):
+                self._introduce(*own)
                 if writer[0] == "local":
-                    self.links.setdefault(writer, int(match["rank"]))
+                    self.links.setdefault(writer, own[0])
                 elif writer[0] == "host":
-                    self.on_hosts.setdefault(writer, set()).add(int(match["rank"]))
+                    self.on_hosts.setdefault(writer, set()).add(own[0])
             return writer
         if writer[0] in ("pid", "local"):
             self.links.setdefault(writer, rank)
@@ -220,8 +220,8 @@ class JobText:
 
     def _note_start(self, text: str, writer: Writer) -> None:
         """The process and the host that a rank names as its own."""
-        if (match := introduction(text)) and int(match["rank"]) == writer[2]:
-            self._introduce(writer[2], match["before"] or match["pid"])
+        if (own := introduction(text)) and own[0] == writer[2]:
+            self._introduce(*own)
             if found := on_host(text):
                 self.hosts.setdefault(*found)
         elif writer[0] == "rank" and (match := STARTED.search(text[:200])):
@@ -229,7 +229,7 @@ class JobText:
             if match["host"]:
                 self.hosts.setdefault(writer[2], match["host"])
 
-    def _introduce(self, rank: int, pid: str | None) -> None:
+    def _introduce(self, rank: int, pid: str) -> None:
         """A line such as `rank 3/8 pid 4711`, by which a program says who it is."""
         if self.introduced is None:
             self.introduced = rank

@@ -198,6 +198,11 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         re.compile(r"[A-Z]{4,8}\t\d{4}-\d\d-\d\d [\d:.]{8,15}[ +\-\d]{0,7}\t(?P<host>workerpool\d-\d{1,5})\t{1,2}"),
         _host,
     ),
+    (
+        "\tservice\t",  # Vertex AI's own
+        re.compile(r"[A-Z]{4,8}\t\d{4}-\d\d-\d\d [\d:.]{8,15}[ +\-\d]{0,7}\tservice\t{1,2} ?"),
+        lambda _line, _match: None,
+    ),
 )
 _BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH}
 _PAIR = r'\w{1,20}=(?:"[^"]{0,60}"|[^\s"]{1,60})'
@@ -328,7 +333,7 @@ def _is_usual(name: str, rests: Sequence[str]) -> bool:
         return False
     if name in _OF_PROGRAMS:
         return _are_side_by_side([int(match["rank"]) for rest in rests if (match := pattern.match(rest[:_LOOK]))])
-    if name == "hydra" and _are_pids({int(label) for label in labels}):
+    if name in ("hydra", "srun") and _are_pids({int(label) for label in labels}, is_certain=name == "hydra"):
         return False
     return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
 
@@ -345,12 +350,11 @@ def _are_side_by_side(numbers: Sequence[int]) -> bool:
     return bool(again) and again == set(range(max(numbers)))
 
 
-def _are_pids(numbers: set[int]) -> bool:
-    """Whether numbers are those of processes: none is 0, and they are no node's share of the ranks, which begins at a multiple of
-    its size."""
+def _are_pids(numbers: set[int], *, is_certain: bool) -> bool:
+    """Whether numbers are those of processes, or ports: too large for the ranks of a node. Where all must be ranks or pids
+    (`is_certain`), also those that do not begin at a multiple of their count, as a node's share of the ranks does."""
     first, count = min(numbers), len(numbers)
-    is_share = first % count == 0 and first < _MOST_NODES * count
-    return first > 0 and not is_share
+    return first >= _MOST_NODES * count or (is_certain and first % count != 0)
 
 
 def _counts_up(rests: Sequence[str], pattern: re.Pattern[str]) -> bool:

@@ -288,7 +288,9 @@ _EVENTS = {
 _EVENT = re.compile(
     rf"\b(?:Warning|Normal) +(?P<why>{'|'.join(_EVENTS)}) +(?:pod|node|job)/(?P<object>[a-z0-9][a-z0-9.-]{{0,252}})"
 )
-_REPLICA = re.compile(r"[Tt]he replica (?P<host>[\w-]{1,60}) exited with a non-zero status of (?P<code>\d{1,3})")
+_REPLICA = re.compile(
+    r"[Tt]he replica (?P<host>[\w-]{1,60})(?: ran out-of-memory and)? exited with a non-zero status of (?P<code>\d{1,3})"
+)
 _SAGEMAKER = re.compile(r"(?:^|ExecuteUserScriptError.{0,40})\bExitCode:? (?P<code>-?\d{1,3})\b")
 _CODES = re.compile(r"failed with return code list: ?(?:\x1b\[\w+)?\[(?P<codes>[-\d, ]{1,60000})\]")
 _RAY_OOM = re.compile(r"Memory on the node \(IP: .{0,400}?\bpid=(?P<pid>\d{1,9})")

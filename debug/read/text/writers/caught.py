@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import LogEvent
+from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.streams import Stream
 
 SEVERAL = 2  # steps
@@ -27,11 +30,12 @@ _BY_TORCH = re.compile(r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} ")
 @dataclass(slots=True)
 class Caught:
     """Of one file. `has_quotes`: lines behind `>` are no quotes in it, as most are. `passed_line`: where all tests had passed.
-    `steps`: the lines at which the job came to a new step, and these."""
+    `steps`: the lines at which the job came to a new step, and these. `timed`: line, time and rank of steps."""
 
     has_quotes: bool = True
     passed_line: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
+    timed: list[tuple[int, float, int]] = field(default_factory=list)
 
     def look_at(self, texts: Sequence[str]) -> None:
         """Judge by the beginning of the file what `>` is."""
@@ -50,15 +54,44 @@ class Caught:
 
     def note_step(self, number: int, stream: Stream) -> None:
         """Note whether the line brought the job to a new step; some lines about a step have no number."""
+        if stream.last_step_line == number and stream.time_s is not None and len(self.timed) < MOST_STEPS:
+            self.timed.append((number, stream.time_s, stream.rank))
         if stream.last_step_line == number and len(self.steps) < MOST_STEPS:
             newest = self.steps[-1][1] if self.steps else -1
             step = newest + 1 if stream.last_step is None else stream.last_step
             if step > newest:
                 self.steps.append((number, step))
 
-    def mark(self, streams: Iterable[Stream]) -> None:
-        """Mark the exceptions before which the job came to several steps, and after which it came to more; and those of code that
-        was passed as text, after which the writer went on: a sample of a code benchmark failed."""
+    def _drop_outlived(self, endings: Endings) -> None:
+        """Drop the ends of processes after which the rank of that number came to several more steps: another program's, which the
+        job had started, or an earlier attempt's. (What a rank held back and wrote late is of an earlier time.)"""
+        lines, newest_s = [line for line, _, _ in self.timed], [0.0]
+        newest_s.extend(itertools.accumulate((time_s for _, time_s, _ in self.timed), max))
+        of_rank: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
+        for line, time_s, rank in self.timed:
+            of_rank[rank].append((line, time_s))
+
+        def is_outlived(line: int, rank: int) -> bool:
+            since_s, found = newest_s[bisect.bisect_left(lines, line)], of_rank.get(rank, [])
+            return sum(time_s > since_s for _, time_s in found[bisect.bisect_left(found, (line, 0.0)) :]) > SEVERAL
+
+        ranks = [ending.local_rank if ending.rank is None else ending.rank for ending in endings.found]
+        endings.found = [
+            ending
+            for ending, rank in zip(endings.found, ranks, strict=True)
+            if rank is None or not is_outlived(ending.line, rank)
+        ]
+        endings.notes = [
+            note
+            for note in endings.notes
+            if not (task := note.values.get("task", "")).isdigit() or not is_outlived(note.line, int(task))
+        ]
+
+    def mark(self, streams: Iterable[Stream], endings: Endings) -> None:
+        """Drop the ends of processes that the job outlived. Mark the exceptions before which the job came to several steps, and
+        after which it came to more; and those of code that was passed as text, after which the writer went on: a sample of a
+        code benchmark failed."""
+        self._drop_outlived(endings)
         lines = [line for line, _ in self.steps]
         for stream, events in ((each, events) for each in streams for events in (each.first, each.last)):
             for place, event in enumerate(events):

@@ -9,7 +9,11 @@ _RANK = r"\b(?:[Gg]lobal[ _]?|GLOBAL_)?(?:[Rr]ank|RANK)[ =:]{1,3}(?P<rank>\d{1,6
 _PID = r"\bpid[ =:]{1,3}"
 _INTRODUCED = re.compile(
     rf"(?:{_PID}(?P<before>\d{{2,9}})\b[^\n]{{0,40}}?)?{_RANK}(?:\b[^\n]{{0,40}}?{_PID}(?P<pid>\d{{2,9}})"
-    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,? (?i:local[ _]rank|world[ _]size)\b| started\b)"
+    r"|(?: ?/ ?| of )\d{1,6}\b|,? MEMBER: |\)?: env://|,?(?: \|)? (?i:local[ _]rank|world[ _]size)\b| started\b)"
+)
+# A rank's environment as a shell prints it, accelerate's state, DeepSpeed's settings of MPI (deepspeed/comm/comm.py).
+_OF_OWN = re.compile(
+    r"(?:^(?:declare -x |export )?RANK=\"?|^Process index: |\bworld_rank=(?=\d{1,6}, local_rank=))(?P<rank>\d{1,6})(?:\"?\s*$|, )"
 )
 # What a rank says of itself behind its number: `host a3 pid 4711 started`, `host=n1 local_rank=0 pid=12`, `pid 4711 started`.
 _ENDED = r"(?:kill|exit|died|dead|terminat|gone)"
@@ -41,12 +45,21 @@ def on_host(text: str) -> tuple[int, str] | None:
     return int(rank), host
 
 
-_NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\d")
+_NUMBERED = re.compile(r"(?:[Rr]ank|RANK)[ =:]{1,3}\"?\d|^Process index: ")
 
 
-def introduction(text: str) -> re.Match[str] | None:
-    """A line such as `rank 3/8 pid 4711`."""
-    return _INTRODUCED.search(text[:200]) if _NUMBERED.search(text[:200]) else None
+def introduction(text: str) -> tuple[int, str] | None:
+    """The rank that a line such as `rank 3/8 pid 4711` is of, and its pid, "" if it is not there.
+
+    >>> introduction("rank 3/8 pid 4711"), introduction('declare -x RANK="1"'), introduction("waiting for rank 1")
+    ((3, '4711'), (1, ''), None)
+    """
+    if not _NUMBERED.search(text[:200]):
+        return None
+    if match := _INTRODUCED.search(text[:200]):
+        return int(match["rank"]), match["before"] or match["pid"] or ""
+    match = _OF_OWN.search(text[:200])
+    return None if match is None else (int(match["rank"]), "")
 
 
 # torch/csrc/distributed/c10d/control_plane/WorkerServer.cpp, on the socket that the recorder names after its rank.
@@ -62,7 +75,7 @@ def listening_rank(text: str) -> int | None:
 # What a process says that is a job of its own: an array's task (Slurm's environment, `sbatch --array`), or one rank of one.
 _APART = re.compile(
     r"\b(?:SLURM_ARRAY_TASK_ID|PBS_ARRAY_INDEX|LSB_JOBINDEX|SGE_TASK_ID)[ =:]{1,2}(?P<task>\d{1,9})\b"
-    r"|\b(?i:world[ _]?size)[ =:]{1,2}1(?![\d.])|\bSLURM_NTASKS=1\b"
+    r"|\b(?i:world[ _]?size)\"?[ =:]{1,2}1(?![\d.])|\bSLURM_NTASKS=1\b"
 )
 
 

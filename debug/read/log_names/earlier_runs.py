@@ -1,0 +1,86 @@
+"""Logs of an earlier run of the job in the same folder: a rank counts its steps again in a later log.
+
+Runs follow each other so in `slurm-771.out` and `slurm-772.out`, `console.1.log`, `run_1/`, `train.log.1` of a script that moves
+the old log away. A log that was merely rotated goes on with the steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from titan_ckpt.debug.incident.kinds import FlagKind
+from titan_ckpt.debug.incident.records import Flag
+from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.writers.labels import Writer
+
+_ENDING = re.compile(r"\.(?:out|err|log|txt|stdout|stderr)(?=\.|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """The steps of one rank in one log."""
+
+    text: JobText
+    begin_s: float
+    end_s: float
+    first: int
+    last: int
+
+
+def forget_earlier_runs(texts: list[JobText]) -> Iterator[Flag]:
+    """Drop the logs that ended before the newest run began, and what lies beside them under the same name or in their folder."""
+    spans: defaultdict[Writer, list[_Span]] = defaultdict(list)
+    for text in texts:
+        for writer, stream in text.writers.items():
+            if writer[0] == "rank" and (times := stream.step_times):
+                spans[writer].append(
+                    _Span(
+                        text=text,
+                        begin_s=min(times.values()),
+                        end_s=max(times.values()),
+                        first=min(times),
+                        last=max(times),
+                    )
+                )
+    newest = {writer: max(found, key=lambda span: span.begin_s) for writer, found in spans.items()}
+    kept = {id(span.text) for span in newest.values()}
+    old = {
+        id(span.text): newest[writer]
+        for writer, found in spans.items()
+        for span in found
+        if span.end_s < newest[writer].begin_s
+        and newest[writer].first <= span.last
+        and id(span.text) not in kept
+        and _ended_before(span.text, newest[writer].begin_s)
+    }
+    for text in [text for text in texts if id(text) not in old]:
+        beside = next(
+            (span for other in texts if (span := old.get(id(other))) and _is_beside(text, other, span.text)), None
+        )
+        if beside is not None and id(text) not in kept and _ended_before(text, beside.begin_s):
+            old[id(text)] = beside
+    dropped = [text for text in texts if id(text) in old]
+    texts[:] = [text for text in texts if id(text) not in old]
+    for text in dropped:
+        words = f"it is of an earlier run: the job counts its steps again in {old[id(text)].text.source}"
+        yield Flag(flag=FlagKind.EARLIER_ATTEMPT, text=words, source=text.source)
+
+
+def _ended_before(text: JobText, time_s: float) -> bool:
+    return all(stream.time_s is None or stream.time_s < time_s for stream in text.writers.values())
+
+
+def _is_beside(text: JobText, old: JobText, new: JobText) -> bool:
+    """Whether a log belongs to the old one, and not to the new: `slurm-771.err` to `slurm-771.out`, all logs of `run_1/`."""
+    return any(part(text.source) == part(old.source) != part(new.source) for part in (_stem, _folder))
+
+
+def _stem(source: str) -> str:
+    return _ENDING.sub("", source)
+
+
+def _folder(source: str) -> str:
+    return source.rpartition("/")[0]
