@@ -244,28 +244,10 @@ def _awaited_in_store(run: Run) -> Mapping[int, int]:
     return counts
 
 
-_CLOCKS_NS = 900e9  # by which the hosts of a job may differ
-
-
-def _of_this_run(run: Run, used: dict[tuple[int, ...], tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """Without the lists of ranks whose dumps ended long before all others began: those are of an earlier run."""
-    spans = {
-        members: [int(at) for rank in ranks for at in run.ranks[rank].operations["created_ns"] if at]
-        for members, ranks in used.items()
-    }
-    begins = [min(times) for times in spans.values() if times]
-    newest = max(begins, default=0)
-    return {
-        members: ranks
-        for members, ranks in used.items()
-        if not spans[members] or max(spans[members]) > newest - _CLOCKS_NS
-    }
-
-
 def group_conflicts(run: Run) -> Iterator[Verdict]:
     """PG_CONFIG_CONFLICT: the ranks wait for each other in groups of one name and different members."""
     for conflict in conflicts(run):
-        used = _of_this_run(run, {members: ranks for members, ranks in conflict.users.items() if ranks})
+        used = {members: ranks for members, ranks in conflict.users.items() if ranks}
         if len(used) < 2:
             continue
         ordered = sorted(used, key=lambda members: (-len(used[members]), members))

@@ -132,7 +132,7 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         for rank in old:
             evidence.ranks[rank].dumps.clear()
             evidence.ranks[rank].known_groups.clear()
-        text = "the dump of these ranks is of an earlier attempt: the others finished together what it still waits in"
+        text = "the dump of these ranks is of an earlier attempt: the others finished what it waits in, or began long after it"
         evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=(*old,)))
         return assemble(evidence, incident, incidents)
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))

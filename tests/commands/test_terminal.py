@@ -237,16 +237,21 @@ def test_streams_do_not_change_the_exit_code(tmp_path: Path) -> None:
 def test_a_thread_at_work_aborts_no_end(is_at_work: bool) -> None:
     """Python would unwind the stack of the thread through C++ code of numpy, which calls std::terminate."""
     program = f"""
-import time
+import threading
 import numpy
 from titan_ckpt.console import background
 
+begun = threading.Event()
+
 def work():
+    begun.set()
     while {is_at_work}:
         numpy.unique(numpy.arange(100_000) % 1000)
 
 background.start("numbers", work)
-time.sleep(0.3)
+begun.wait()
+while threading.active_count() > 1 and not {is_at_work}:
+    pass
 background.end_beside_threads(7)
 print("no thread works")
 """

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from titan_ckpt.debug.incident.kinds import FlagKind
 from titan_ckpt.debug.incident.records import Flag
@@ -56,11 +57,10 @@ def forget_earlier_runs(texts: list[JobText]) -> Iterator[Flag]:
         and id(span.text) not in kept
         and _ended_before(span.text, newest[writer].begin_s)
     }
-    for text in [text for text in texts if id(text) not in old]:
-        beside = next(
-            (span for other in texts if (span := old.get(id(other))) and _is_beside(text, other, span.text)), None
-        )
-        if beside is not None and id(text) not in kept and _ended_before(text, beside.begin_s):
+    places = {(part, part(text.source)): old[id(text)] for text in texts if id(text) in old for part in _PARTS}
+    for text in [text for text in texts if id(text) not in old and id(text) not in kept]:
+        beside = next((span for part in _PARTS if (span := _newer(places, part, text.source))), None)
+        if beside is not None and _ended_before(text, beside.begin_s):
             old[id(text)] = beside
     dropped = [text for text in texts if id(text) in old]
     texts[:] = [text for text in texts if id(text) not in old]
@@ -73,14 +73,19 @@ def _ended_before(text: JobText, time_s: float) -> bool:
     return all(stream.time_s is None or stream.time_s < time_s for stream in text.writers.values())
 
 
-def _is_beside(text: JobText, old: JobText, new: JobText) -> bool:
-    """Whether a log belongs to the old one, and not to the new: `slurm-771.err` to `slurm-771.out`, all logs of `run_1/`."""
-    return any(part(text.source) == part(old.source) != part(new.source) for part in (_stem, _folder))
-
-
 def _stem(source: str) -> str:
     return _ENDING.sub("", source)
 
 
 def _folder(source: str) -> str:
     return source.rpartition("/")[0]
+
+
+_Part: TypeAlias = Callable[[str], str]
+_PARTS: tuple[_Part, ...] = (_stem, _folder)  # `slurm-771.err` goes with `slurm-771.out`, all logs of `run_1/` together
+
+
+def _newer(places: Mapping[tuple[_Part, str], _Span], part: _Part, source: str) -> _Span | None:
+    """What follows the old log beside which this one lies, unless that lies there as well."""
+    found = places.get((part, part(source)))
+    return found if found is not None and part(found.text.source) != part(source) else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.debug.log_names.test_pods import OWN, PEER, first_verdict
+from titan_ckpt.debug import open_run
 
 
 def console(labels: dict[str, str]) -> str:
@@ -20,10 +20,9 @@ def console(labels: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("pids", [(17, 18, 19, 20), (4100, 4101, 4102, 4103), (7110, 7113, 7116, 7119)])
 def test_pids_in_brackets_are_no_ranks(tmp_path: Path, pids: tuple[int, ...]) -> None:
-    began = time.process_time()
     (tmp_path / "train.log").write_text(console({f"[{pid}] ": OWN if pid == pids[1] else PEER for pid in pids}))
     assert not first_verdict(tmp_path).culprits
-    assert time.process_time() - began < 10
+    assert open_run(str(tmp_path)).world_size < 100
 
 
 @pytest.mark.parametrize("first", [0, 8])

@@ -17,7 +17,7 @@ LEAST_RIGHT = {
     "outsiders/eleventh": 256, "outsiders/twelfth": 418,
 }  # fmt: skip
 EXPECTED = pinned()
-pytestmark = pytest.mark.no_cover  # 3,400 pieces: three times as slow under coverage
+pytestmark = pytest.mark.no_cover  # three times as slow under coverage
 
 
 @pytest.fixture(scope="module")

@@ -75,15 +75,16 @@ def listening_rank(text: str) -> int | None:
 # What a process says that is a job of its own: an array's task (Slurm's environment, `sbatch --array`), or one rank of one.
 _APART = re.compile(
     r"\b(?:SLURM_ARRAY_TASK_ID|PBS_ARRAY_INDEX|LSB_JOBINDEX|SGE_TASK_ID)[ =:]{1,2}(?P<task>\d{1,9})\b"
-    r"|\b(?i:world[ _]?size)\"?[ =:]{1,2}1(?![\d.])|\bSLURM_NTASKS=1\b"
+    r"|(?<!parallel )\b(?i:world[ _]?size)\"?[ =:]{1,2}1(?![\d.])|\bSLURM_NTASKS=1\b"
 )
 
 
 def job_apart(text: str, source: str) -> str:
     """Which of several jobs the process is by this line: the task of an array, or `source` where it is alone in its world.
 
-    >>> [job_apart(text, "a.log") for text in ("SLURM_ARRAY_TASK_ID=2", "rank 0, world size 1", "world size 16")]
+    >>> [job_apart(text, "a.log") for text in ("SLURM_ARRAY_TASK_ID=2", "world size 1", "tensor parallel world size 1")]
     ['2', 'a.log', '']
     """
-    match = _APART.search(text[:200]) if "=" in text or "orld" in text else None
+    has_word = "orld" in text or "ORLD" in text or "TASK" in text or "INDEX" in text
+    match = _APART.search(text[:200]) if has_word else None
     return "" if match is None else match["task"] or source
