@@ -65,7 +65,7 @@ def forget_earlier_runs(texts: list[JobText]) -> Iterator[Flag]:
     dropped = [text for text in texts if id(text) in old]
     texts[:] = [text for text in texts if id(text) not in old]
     for text in dropped:
-        words = f"it is of an earlier run: the job counts its steps again in {old[id(text)].text.source}"
+        words = f"{text.source} is of an earlier run: the job counts its steps again in {old[id(text)].text.source}"
         yield Flag(flag=FlagKind.EARLIER_ATTEMPT, text=words, source=text.source)
 
 
