@@ -89,7 +89,7 @@ def flags(run: Run) -> Iterator[Flag]:
 
 def old_dumps(run: Run) -> tuple[int, ...]:
     """The ranks, at most half, whose dump is of an earlier attempt: it lacks what all finished together, at times that are none
-    of the others'; or it ended long before the others began, and is of another program. What they did says nothing of this one."""
+    of the others'; or it ended long before the others began, and is of another program. It says nothing of this one."""
     behind = _dumped_too_early(run)
     late = {rank for rank in _other_clocks(run) if rank in behind} if behind else set()
     late = late if 2 * len(late) < len(run.ranks) else set()
