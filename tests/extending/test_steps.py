@@ -17,7 +17,17 @@ from torch import Tensor
 from examples import distill, dpo, vit
 from tests.support.training_runs import read_events, read_losses
 from titan_ckpt.errors import ConfigError, DataError
-from titan_ckpt.trainer import Accuracy, Constant, FrozenModel, Normal, fill_initial, run
+from titan_ckpt.trainer import (
+    Accuracy,
+    Constant,
+    FrozenModel,
+    ModelConfig,
+    ModelSpec,
+    Normal,
+    decoder,
+    fill_initial,
+    run,
+)
 from titan_ckpt.trainer.config.extension import Extension
 from titan_ckpt.trainer.config.toml_records import build_record
 from titan_ckpt.trainer.config.train_config import config_type
@@ -29,7 +39,7 @@ from titan_ckpt.trainer.parallel.config import mesh_spec
 from titan_ckpt.trainer.parallel.optimizer import OptimizerConfig, build_optimizer
 from titan_ckpt.trainer.parallel.parallelize import build_parallel_model
 from titan_ckpt.trainer.seams.data import collate
-from tools.paths import EXAMPLES
+from tools.paths import DEBUG_CONFIG, EXAMPLES
 from tools.rank_pool import RankPool
 
 STEPS, BATCH = 6, 8
@@ -195,6 +205,49 @@ def test_metrics_and_validation_sets_have_numbers_of_their_own(tmp_path: Path) -
     assert right == pytest.approx(round(right))
     with pytest.raises(ConfigError, match="metrics: 'loss' is a field"):
         run(tables, **parts | {"metrics": {"loss": Accuracy()}})
+
+
+class _Half:
+    """Cross-entropy of every second label, each `times` over."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+        labels = batch["labels"].clone()
+        labels[..., ::2] = -100
+        return labels.flatten()
+
+    def __call__(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.times * F.cross_entropy(output.float().flatten(0, -2), self._labels(batch), reduction="sum")
+
+    def count(self, batch: Mapping[str, Tensor]) -> int:
+        return self.times * int((self._labels(batch) != -100).sum())
+
+
+class _Whole(_Half):
+    """Cross-entropy of all labels."""
+
+    def _labels(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["labels"].flatten()
+
+
+def _scored(config: ModelConfig) -> ModelSpec:
+    """A decoder of the trainer that returns scores, as it is not given the labels."""
+    return replace(decoder(config), inputs=("tokens", "positions"))
+
+
+def test_the_count_of_an_own_loss_is_what_its_sum_is_divided_by(tmp_path: Path, cache: str) -> None:
+    """Also on the trainer's own data, of which it knows how many labels there are."""
+    sets = (f"data.cache={cache}", "train.steps=2", "train.device=cpu", "log.tensorboard=false")
+    found = []
+    for name, own in {"half": _Half(1), "thrice": _Half(3), "whole": _Whole(1)}.items():
+        run(DEBUG_CONFIG, sets=(*sets, f"save.url={tmp_path / name}"), model=_scored, loss=own)
+        found.append(read_events(tmp_path / name))
+    for half, thrice, other in zip(*found, strict=True):
+        assert half["loss"] == pytest.approx(thrice["loss"], rel=1e-5)
+        assert half["grad_norm"] == pytest.approx(thrice["grad_norm"], rel=1e-4)
+        assert half["loss"] == pytest.approx(other["loss"], rel=0.1)
 
 
 def test_a_frozen_model_is_read_from_a_checkpoint(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ OTHER_FORMATS = ("tokens", "chat", "nanogpt", "megatron")  # which no `DocumentR
 class Batch:
     """One rank's share of an optimizer step: fields by name, samples along dimension 0.
 
-    `count` is the number of losses over all ranks, None if it takes counting the losses of every sample.
+    `count` is the number of labels that count, over all ranks, None if it takes counting those of every sample.
     """
 
     position: int

@@ -24,7 +24,7 @@ from titan_ckpt.trainer.job.resume import TrainingProgress, live_state, model_re
 from titan_ckpt.trainer.job.stop_signals import StopCode
 from titan_ckpt.trainer.report.records import Event
 from titan_ckpt.trainer.seams.boundary import refuse
-from titan_ckpt.trainer.seams.loss import count_of
+from titan_ckpt.trainer.seams.loss import CrossEntropy, LossInModel, count_of
 
 log = logging.getLogger(__name__)
 END_REASONS = {
@@ -111,7 +111,7 @@ class Loop:
         """The losses of a batch on this rank, and over all ranks, which is more than 0."""
         job, local = self.job, sum(count_of(self.job.loss, microbatch) for microbatch in batch.microbatches)
         copies = job.parallelized.mesh.world_size // job.parallelized.data_degree
-        count = batch.count
+        count = batch.count if isinstance(job.loss, CrossEntropy | LossInModel) else None
         if count is None:
             count = round(job.control.all_reduce_sum([float(local)])[0]) // copies
         if not count:
