@@ -24,6 +24,7 @@ from titan_ckpt.checkpoint.commit_proved import commit_checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.nesting import nesting
 from titan_ckpt.checkpoint.open import as_checkpoint, open_checkpoint
+from titan_ckpt.checkpoint.other_run import refuse_other_run
 from titan_ckpt.checkpoint.uncompressed import decoded
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, UsageError
 from titan_ckpt.format.commit import find_commit, found_before
@@ -241,13 +242,14 @@ def run_plan(
 
 
 def check_destination(plan: ReshardPlan, url: StrPath, store: Store) -> None:
-    """Refuse a destination that cannot be addressed, lies inside the source, or already has this step."""
+    """Refuse a destination that cannot be addressed, lies inside the source, already has this step, or is another run."""
     check_writable(url)
     if is_inside(url, plan.checkpoint.url) and not is_inside(plan.checkpoint.url, url):
         raise UsageError(f"the destination {store} lies inside the source {plan.checkpoint}; give a URL beside it")
     found_before(store, plan.step)
     if find_commit(store, plan.step) is not None:
         raise AlreadyExistsError(f"{store}@{plan.step} exists already; give another URL, or remove that step first")
+    refuse_other_run(plan.checkpoint, store)
 
 
 def _check_values(plan: ReshardPlan) -> None:

@@ -22,6 +22,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import commit_checkpoint, commit_copy
 from titan_ckpt.checkpoint.kinds import CheckpointKind
 from titan_ckpt.checkpoint.open import as_checkpoint
+from titan_ckpt.checkpoint.other_run import refuse_other_run
 from titan_ckpt.errors import AlreadyExistsError, DamagedError, NotFoundError, UsageError
 from titan_ckpt.format.commit import (
     Before,
@@ -88,8 +89,9 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     """Copy `source` to the run at `target`, under the same step.
 
     The copy is self-contained: files of other steps that an incremental checkpoint refers to are copied into its own attempt, and
-    its manifest and `.metadata` name them there. AlreadyExistsError if the target has another save of that step. DamagedError,
-    and no commit, if the source's bytes differ from its manifest. Foreign checkpoints go through `copy_foreign`.
+    its manifest and `.metadata` name them there. AlreadyExistsError if the target has another save of that step, or is the run of
+    another training job. DamagedError, and no commit, if the source's bytes differ from its manifest. Foreign checkpoints go
+    through `copy_foreign`.
     """
     check_writable(target.url)
     if is_inside(target.url, source.url):
@@ -105,6 +107,8 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
         raise AlreadyExistsError(
             f"{target}@{source.step} is another save of that step (attempt {present.attempt}); it was left as it is"
         )
+    if present is None:
+        refuse_other_run(source, target)
     copier = Copier(source, target, on_bytes or (lambda _: None), own_paths)
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
@@ -245,7 +249,8 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyRe
     """Copy a foreign checkpoint to `step-N` of the run at `target`, the name that torchtitan looks for.
 
     The copy is read back before `.metadata` makes it a checkpoint. AlreadyExistsError if the target has another checkpoint of
-    that step; DamagedError if a record's CRC-32 differs or if a source file changed during the copy.
+    that step, or is the run of another training job; DamagedError if a record's CRC-32 differs or if a source file changed
+    during the copy.
     """
     copy = replace(
         source, store=target, url=f"{target.url}/{foreign_folder(source.step)}", folder=foreign_folder(source.step)
@@ -254,6 +259,8 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyRe
     was_there = target.exists(copy.path(METADATA))
     if was_there and target.read(copy.path(METADATA)) != index:
         raise AlreadyExistsError(f"{copy.store.where(copy.folder)} is another checkpoint; it was left as it is")
+    if not was_there:
+        refuse_other_run(source, target)
     files = [entry for entry in source.store.list(source.folder) if _path_in(source, entry) != METADATA]
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(lambda entry: _copy_foreign_file(source, copy, entry, on_bytes), files))
