@@ -105,6 +105,12 @@ LAYOUTS = {
 }
 
 
+_ADAPTERS = (
+    "a run of adapters holds no base: `titan-ckpt train RUN --export-adapter ADAPTER`, then "
+    "`titan-ckpt convert to-hf BASE OUT --merge-lora ADAPTER`"
+)
+
+
 def find_layout(fqns: Iterable[str], where: str) -> Layout:
     """Detect the layout of these names; PlanError if none matches."""
     names = set(fqns)
@@ -120,7 +126,7 @@ def find_layout(fqns: Iterable[str], where: str) -> Layout:
     shown = ", ".join(sorted(names)[:3]) or "no tensor at all"
     raise PlanError(
         f"{where}: no model that can be converted: expected {MODEL_PREFIX}{EMBEDDING} (ours) or tok_embeddings.weight "
-        f"(torchtitan's); found {shown}"
+        f"(torchtitan's); found {shown}" + (f"; {_ADAPTERS}" if any(".lora_A" in name for name in names) else "")
     )
 
 

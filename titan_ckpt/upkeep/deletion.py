@@ -21,7 +21,7 @@ from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.commit_proved import named_files
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.nearby import nearby
-from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, list_checkpoints, open_manifest
+from titan_ckpt.checkpoint.open import CheckpointInfo, check_files, foreign_steps, list_checkpoints, open_manifest
 from titan_ckpt.errors import CheckpointError, DamagedError, NotCommittedError, StoreError
 from titan_ckpt.format.commit import commit_path, commit_version
 from titan_ckpt.format.manifest import Manifest
@@ -166,6 +166,11 @@ def plan_removal(
     """
     infos = list_checkpoints(store)
     if not infos:
+        if foreign := foreign_steps(store):
+            what = f"{len(foreign)} steps that torch or another library wrote ({foreign[0][1]} to {foreign[-1][1]})"
+            raise NotCommittedError(
+                f"{store}: only {what}; only what titan-ckpt wrote is deleted. Delete these by hand"
+            )
         raise NotCommittedError(f"{store}: no checkpoint here{nearby(store.url) or '; check the URL'}")
     unmirrored = read_unmirrored(store)
     reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
