@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,22 @@ _numbers = itertools.count()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--nothing-left`: to find the tests on which later ones may depend."""
     parser.addoption("--nothing-left", action="store_true", help="fail each test that leaves the process changed")
+
+
+COUNTED = 2  # cases of a parametrised test whose lines coverage counts
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests that repeat lines of others, and the further cases of a test, out of the coverage: tracing takes as long
+    again. `make mutants`, which asks by context which test runs which line, traces them all."""
+    if config.getoption("cov_context", None):
+        return
+    cases = Counter[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        cases[name] += 1
+        if cases[name] > COUNTED or item.get_closest_marker("repeats"):
+            item.add_marker(pytest.mark.no_cover)
 
 
 @pytest.fixture(autouse=True)

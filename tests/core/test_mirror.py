@@ -212,7 +212,7 @@ def test_a_step_saved_again_is_copied_by_the_next_job(fast: Tier, safe: Target) 
     assert float(open_checkpoint(f"{safe.url}@1").read("w")[0]) == 7.0
 
 
-@pytest.mark.no_cover
+@pytest.mark.repeats
 def test_jobs_whose_copies_fail_at_any_step_lose_none(tmp_path: Path) -> None:
     """A sample of `python -m scripts.faults --tiers 1000`."""
     for outcome in tier_runs(tmp_path, 12, seed=0):

@@ -382,7 +382,7 @@ def test_analyzer_runs_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
-@pytest.mark.no_cover
+@pytest.mark.repeats
 @pytest.mark.parametrize("field", ["input_sizes", "process_group", "frames", "state", "profiling_name", "p2p_seq_id"])
 @pytest.mark.parametrize("pair", [list, tuple])
 def test_lists_nested_exponentially_are_refused_at_once(field: str, pair: type, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_mirror_copies_the_commit_before_a_failed_save(tmp_path: Path) -> None
     assert open_checkpoint(str(tmp_path / "safe")).step == 1
 
 
-@pytest.mark.no_cover
+@pytest.mark.repeats
 def test_saves_over_a_store_that_fails_at_random_lose_nothing(tmp_path: Path) -> None:
     for outcome in random_runs(tmp_path, 300, seed=5):
         assert outcome.wrong == []

@@ -21,6 +21,8 @@ from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.part import PartView
 from tools.paths import DATA, INCIDENTS
 
+pytestmark = pytest.mark.repeats
+
 
 def grid_app() -> TitanApp:
     return TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1_795_250_000.0, first_screen=2)

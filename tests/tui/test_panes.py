@@ -39,6 +39,8 @@ from titan_ckpt.tui.widgets.part import PartView
 from titan_ckpt.tui.widgets.prompt import Prompt
 from tools.paths import DATA, INCIDENTS
 
+pytestmark = pytest.mark.repeats
+
 NOW_S = 1_795_250_000.0
 SKIP = INCIDENTS / "skip"
 

@@ -30,6 +30,8 @@ from titan_ckpt.tui.screenshot import settled
 from titan_ckpt.tui.widgets.part import PartView
 from tools.paths import DATA, INCIDENTS
 
+pytestmark = pytest.mark.repeats
+
 
 def app_of(path: Path, screen: int = 1) -> TitanApp:
     return TitanApp(find_content(str(path)), clock=lambda: 1.8e9, first_screen=screen)

@@ -27,6 +27,8 @@ from titan_ckpt.tui.screens.grid import GridPane
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
 
+pytestmark = pytest.mark.repeats
+
 SIZES = [(80, 24), (140, 45)]
 FILTERS = [
     ("2", "[rank2]", "[rank1]"),

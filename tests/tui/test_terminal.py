@@ -27,6 +27,8 @@ from tests.support.screen_terminal import (
 from titan_ckpt.tui.driver import Sieve, passed_on
 from tools.paths import INCIDENTS
 
+pytestmark = pytest.mark.repeats
+
 HAS_TMUX = shutil.which("tmux") is not None
 TERMINALS = ["pty", pytest.param("tmux", marks=pytest.mark.skipif(not HAS_TMUX, reason="tmux is not installed"))]
 

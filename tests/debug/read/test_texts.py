@@ -366,7 +366,7 @@ def test_packed_log_is_read(pack: Callable[[bytes], bytes], tmp_path: Path) -> N
     assert len(open_run(str(tmp_path)).ranks[1].events) == 2
 
 
-@pytest.mark.no_cover
+@pytest.mark.repeats
 def test_middle_of_a_huge_log_is_searched(tmp_path: Path) -> None:
     filler = b"2026-11-22 01:00:00 INFO train: a line of no interest, again and again and again\n" * 60_000
     (tmp_path / "train.log").write_bytes(

@@ -14,6 +14,8 @@ from titan_ckpt.tui.screens.grid_rows import grid_of
 from tools.paths import DATA
 from tools.random_keys import recordings, session
 
+pytestmark = pytest.mark.repeats
+
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_keys_end_nothing(seed: int) -> None:
