@@ -28,6 +28,7 @@ from tests.support.training_runs import (
     train_arguments,
 )
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.job.rank_process import attempt_store
@@ -183,6 +184,9 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path: Path, cache: str) -> N
     while any(map(_is_running, pids)):
         assert time.monotonic() < give_up_at, "a rank is still there"
         time.sleep(0.05)
+    top = diagnose(open_run(str(tmp_path / "run")))[0]
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert "the launcher of this job" in top.headline
 
 
 def _is_running(pid: int) -> bool:

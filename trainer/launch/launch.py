@@ -37,6 +37,8 @@ from titan_ckpt.trainer.config.train_config import TrainConfig, fixed_world_size
 from titan_ckpt.trainer.report.logs import RunFolder
 from titan_ckpt.trainer.report.records import METRICS, Event, read_records
 
+log = logging.getLogger(__name__)
+
 LAUNCHED = "TITAN_CKPT_LAUNCHED"
 MAX_LOCAL_RANKS = 1024  # processes on one machine
 LAST_WORDS_S = 5.0  # a rank reports and exits when save.grace_s is over; if it does not, it is killed this much later
@@ -110,6 +112,8 @@ def end_with_launcher(poll_s: float = 1.0) -> None:
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(poll_s)
+        log.error("the launcher of this job (process %d) is gone: this rank ends", launcher)
+        logging.shutdown()  # os._exit flushes nothing
         os._exit(3)
 
     threading.Thread(target=watch, name="titan-ckpt-launcher-watch", daemon=True).start()
