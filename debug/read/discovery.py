@@ -30,6 +30,7 @@ _RANK = re.compile(r"rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _GLOBAL = re.compile(r"(?:global|world)[_-]?rank[_-]?0*(\d{1,6})(?!\d)", re.IGNORECASE)
 _TRAILING = re.compile(r"(?:trace|dump|flight_recorder|fr)[\w-]*?_0*(\d{1,6})$", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"(?<![\d])0*(\d{1,6})$")
+_NUMBER = re.compile(r"0*(\d{1,6})")
 _TORCHRUN = re.compile(  # of one attempt alone, too: `debug LOGS/attempt_0`
     rf"(?:(?P<base>(?:^|.*/)attempt_\d{{1,6}})/|^)(?P<local>\d{{1,6}})/{TORCHRUN_NAMES}$"
 )
@@ -55,8 +56,10 @@ class EvidenceFile:
 
     @property
     def last_number(self) -> int | None:
-        """The number that the name ends with: torch's DebugInfoWriter puts the rank behind whatever prefix it is given."""
-        match = _LAST_NUMBER.search(self.stem)
+        """The number that the name ends with, else that of the folder: torch's DebugInfoWriter puts the rank behind whatever
+        prefix it is given, and people collect dumps in a folder for each rank."""
+        folder = self.path.rpartition("/")[0].rpartition("/")[2]
+        match = _LAST_NUMBER.search(self.stem) or _NUMBER.fullmatch(folder)
         return int(match[1]) if match else None
 
 
@@ -118,7 +121,7 @@ def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]
         for entry in store.list(folder):
             if earlier_attempt(entry.path) not in (None, folder):
                 continue
-            found.append(_evidence_file(entry.path, entry.size_bytes, entry.modified_s))
+            found.append(evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
                 return _newest(found)
     return _newest(found)
@@ -145,7 +148,7 @@ def _attempt(file: EvidenceFile) -> tuple[str, int] | None:
     return None if match is None else (f"{match['base']}#{match['after']}", int(match["number"]))
 
 
-def _evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFile:
+def evidence_file(path: str, size_bytes: int, modified_s: float) -> EvidenceFile:
     name = path.rpartition("/")[2]
     bare, suffix = _split(name)
     rank, rest = _rank_of(path, bare)

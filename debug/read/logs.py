@@ -108,9 +108,17 @@ def _num_ranks(logs: Sequence[RankLog]) -> int:
 # --------------------------------------------------------------------------------------------------------- endings
 
 
+_KILLED = (
+    -int(Signals.SIGKILL),
+    128 + int(Signals.SIGKILL),
+    128 + int(Signals.SIGTERM),
+)  # as srun ends the other tasks
+
+
 def _exits(text: JobText, who: Owners, texts: Sequence[JobText]) -> list[Exit]:
     """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's. `texts`: all files."""
     told = text.endings.told
+    lost = {note.values.get("host", "") for note in text.endings.notes if note.kind == EventKind.NODE_LOST}
     found: dict[int, Exit] = {}
     if text.endings.code is not None and text.default[0] in ("rank", "local") and not _goes_on(text):
         rank = who.rank(text.default)
@@ -121,7 +129,8 @@ def _exits(text: JobText, who: Owners, texts: Sequence[JobText]) -> list[Exit]:
             continue
         known = found.get(rank)
         if known is None or known.time_s is None:
-            is_stopped = ending.pid in told or (ending.is_task and ending.code == -15)
+            is_ended_for_node = bool(lost) and ending.host not in lost and ending.code in _KILLED
+            is_stopped = ending.pid in told or (ending.is_task and (ending.code == -15 or is_ended_for_node))
             found[rank] = Exit(
                 rank=rank, code=ending.code, source=text.source, line=ending.line, pid=ending.pid, time_s=ending.time_s,
                 was_told=is_stopped, is_first=ending.is_first,

@@ -11,7 +11,7 @@ from itertools import chain
 from titan_ckpt.debug.incident.kinds import IN_LOG, FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
-from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, log_chunks
+from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, evidence_file, log_chunks
 from titan_ckpt.debug.read.log_names.earlier_runs import forget_earlier_runs
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
 from titan_ckpt.debug.read.log_names.pids import Pids, host_in
@@ -23,6 +23,7 @@ from titan_ckpt.debug.read.reports.gpu_state import is_gpu_state, read_gpu_state
 from titan_ckpt.debug.read.reports.inspector import compared, is_inspector, read_inspector
 from titan_ckpt.debug.read.reports.process_stacks import ProcessStacks, is_process_stacks, read_process_stacks
 from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
+from titan_ckpt.debug.read.reports.sections import sections
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
 from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
@@ -114,6 +115,10 @@ def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         take_report(evidence, read_gpu_state(data.decode("utf-8", "replace"), file.path))
     elif file.rank is not None and is_stacks(file, data):
         _take_stacks(evidence, file, data.decode("utf-8", "replace"))
+    elif parts := sections(data.decode("utf-8", "replace")):
+        for name, lines in parts:
+            part = evidence_file(f"{file.path}/{name}" if name else file.path, file.size_bytes, file.modified_s)
+            _take_log(evidence, part, [("\n".join(lines).encode(), False)])
     else:
         _take_log(evidence, file, [(data, False)], is_manifest=b"apiVersion: kubeflow.org/" in head)
 

@@ -108,9 +108,9 @@ class LogIndex:
         return lines[data[: start - begin].count(b"\n")].rstrip()[:MAX_LINE_BYTES]
 
     def line_at(self, source: str, number: int) -> int | None:
-        """Position of a line by file path and line number."""
+        """Position of a line by file path and line number; what stands below a file is a section of it, by the file's numbers."""
         for i, file in enumerate(self.files.files):
-            if file.path == source and 0 < number <= int(self.base[i + 1] - self.base[i]):
+            if f"{source}/".startswith(f"{file.path}/") and 0 < number <= int(self.base[i + 1] - self.base[i]):
                 return int(self.base[i]) + number - 1
         return None
 

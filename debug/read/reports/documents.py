@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-_TIMES = ("timestamp", "time", "__REALTIME_TIMESTAMP")
-_TEXTS = ("message", "textPayload", "jsonPayload", "MESSAGE", "log")
+from titan_ckpt.debug.read.reports.log_services import service_entries
+from titan_ckpt.debug.read.text.lines import TEXT_KEYS, TIME_KEYS
 
 
 def quoted_lines(value: Any) -> list[str] | None:
@@ -28,10 +28,10 @@ def quoted_lines(value: Any) -> list[str] | None:
     for read in (_pods, _cluster_events, _containers, _batch_jobs, _kubeflow):
         if said := read(value):
             return said
-    entries = value.get("events") if isinstance(value, dict) else value
+    entries = service_entries(value) or (value.get("events") if isinstance(value, dict) else value)
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
-    is_newest_first = bool(entries) and _time(entries[0]) > _time(entries[-1])
+    is_newest_first = _time(entries[0]) > _time(entries[-1])
     return [json.dumps(entry) for entry in sorted(reversed(entries) if is_newest_first else entries, key=_time)]
 
 
@@ -160,10 +160,12 @@ def _inside(value: Any, key: str) -> Mapping[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and any(isinstance(entry.get(key), str | dict) for key in _TEXTS)
+    return isinstance(entry, dict) and any(
+        isinstance(entry.get(key), str | dict) for key in (*TEXT_KEYS, "jsonPayload")
+    )
 
 
 def _time(entry: Mapping[str, Any]) -> tuple[float, str]:
-    found: Sequence[Any] = [entry[key] for key in _TIMES if key in entry]
+    found: Sequence[Any] = [entry[key] for key in TIME_KEYS if key in entry]
     number = found[0] if found and isinstance(found[0], int | float) else 0.0
     return float(number), str(found[0]) if found else ""

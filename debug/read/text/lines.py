@@ -29,17 +29,22 @@ _ANSI = re.compile(
     r"#033\[[0-9;]{0,40}m|\x1b(?:\[[0-9;?]{0,40}[ -/]{0,4}[@-~]|\][^\x07\x1b]{0,400}(?:\x07|\x1b\\)|[@-Z\\^_])"
 )
 _MARKS = tuple(mark.decode() for mark in LANDMARKS)
-_TEXT_KEYS = ("log", "message", "msg", "textPayload", "MESSAGE", "text", "line", "event")
-_TIME_KEYS = ("time", "timestamp", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP")
+TEXT_KEYS = (
+    "log", "message", "msg", "textPayload", "MESSAGE", "text", "line", "event",
+    "_raw", "@message", "_msg", "LogMessage", "LogEntry",
+)  # fmt: skip
+TIME_KEYS = (
+    "time", "timestamp", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP", "_time", "TimeGenerated",
+)  # fmt: skip
 _RANK_KEYS = ("rank", "global_rank", "RANK")
-_HOST_KEYS = ("pod_name", "pod", "task_name", "host", "hostname", "node", "_HOSTNAME", "logStreamName")
+_HOST_KEYS = (
+    "pod_name", "pod", "kubernetes.pod.name", "PodName", "task_name", "host", "hostname", "host.name", "node",
+    "_HOSTNAME", "logStreamName", "@logStream",
+)  # fmt: skip
 _INNER_KEYS = (
-    "jsonPayload",
-    "kubernetes",
-    "resource",
-    "labels",
-    "k8s",
-)  # Cloud Logging, fluent-bit: objects within the entry
+    "jsonPayload", "kubernetes", "resource", "labels", "k8s", "result", "_source", "attributes",
+)  # Cloud Logging, fluent-bit, Splunk, elasticdump: objects within the entry  # fmt: skip
+_NAMED_KEYS = ("pod", "host", "node")  # in the Elastic Common Schema objects with a name
 _JOURNAL = ("__CURSOR=", "__REALTIME_TIMESTAMP=")  # the first fields of an entry
 _CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S{8,30} std(?:out|err) )([PF]) ")
 
@@ -131,10 +136,13 @@ def _from_json(raw: str) -> list[str]:
 def _from_entry(entry: Mapping[str, Any]) -> list[str]:
     """The lines of an entry; [] where it holds no text."""
     value = _flat(entry)
-    text = _first(value, _TEXT_KEYS)
+    text = _first(value, TEXT_KEYS)
     if text is None:
         return []
-    rank, host, time = (_first(value, keys) for keys in (_RANK_KEYS, _HOST_KEYS, _TIME_KEYS))
+    if text.startswith("{") and isinstance(inner := _parsed(text), dict) and _first(inner, TEXT_KEYS):
+        value = {**{key: found for key, found in value.items() if key not in TEXT_KEYS}, **_flat(inner)}
+        text = _first(value, TEXT_KEYS) or ""
+    rank, host, time = (_first(value, keys) for keys in (_RANK_KEYS, _HOST_KEYS, TIME_KEYS))
     prefix = f"{clock} " if (clock := _iso_time(time or "")) else ""
     if not rank and (own := _OWN_RANK.match(text)):
         rank = own[1] or own[2]
@@ -170,16 +178,17 @@ def _flat(value: Mapping[str, Any]) -> Mapping[str, Any]:
         if not inside:
             break
         part = inside.pop(0)
-        found = {**part, **found}
+        names = {key: part[key].get("name") for key in _NAMED_KEYS if isinstance(part.get(key), dict)}
+        found = {**part, **names, **found}
         inside += [part[key] for key in _INNER_KEYS if isinstance(part.get(key), dict)]
     return found
 
 
 def _iso_time(text: str) -> str:
-    """A time as it is, or made of seconds, milliseconds or microseconds since the epoch; "" if it is none."""
+    """A time as it is, or made of seconds, milli-, micro- or nanoseconds since the epoch; "" if it is none."""
     if re.match(r"\d{4}-\d\d-\d\d[T ]", text):
         return text
-    unit = {10: 1, 13: 1_000, 16: 1_000_000}.get(len(text)) if text.isdigit() else None
+    unit = {10: 1, 13: 10**3, 16: 10**6, 19: 10**9}.get(len(text)) if text.isdigit() else None
     return datetime.fromtimestamp(int(text) / unit, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ") if unit else ""
 
 

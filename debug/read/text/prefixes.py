@@ -6,7 +6,8 @@ torch's own `[rank3]:` (c10/util/Logging.cpp, torch/distributed/distributed_c10d
 `kubectl logs --prefix`, stern, docker compose, pdsh, Ray's `(name pid=1, ip=...)`, SkyPilot's `(head, rank=0, pid=1)`,
 `gcloud ai custom-jobs stream-logs`, NVRx's rank monitor, SGLang's `[TIME TP3]`, NCCL's `host:pid:tid [device] NCCL INFO`,
 CRI's log format, syslog and the kernel's ring buffer; Determined's `<info> [TIME] CONTAINER [rank=3] || `
-(harness/determined/common/api/logs.py), the fields of `logging`, `TIME - NAME - LEVEL - FILE:LINE - `, before a rank.
+(harness/determined/common/api/logs.py), `logcli query`'s `TIME {pod="fit-3"} `, the fields of `logging`,
+`TIME - NAME - LEVEL - FILE:LINE - `, before a rank.
 """
 
 from __future__ import annotations
@@ -101,6 +102,14 @@ def _pod(line: Line, match: re.Match[str]) -> None:
     line.host, line.host_kind = match["host"], POD
 
 
+def _labels(line: Line, match: re.Match[str]) -> None:
+    """Of Loki's labels the pod, else the machine."""
+    values = dict(re.findall(r'(\w+)="([^"]*)"', match["labels"]))
+    pod = values.get("pod", values.get("pod_name", ""))
+    host = next((values[key] for key in ("host", "hostname", "node_name", "instance") if values.get(key)), "")
+    line.host, line.host_kind = (pod, POD) if pod else (host, 0)
+
+
 def _nccl(line: Line, match: re.Match[str]) -> None:
     line.host, line.pid, line.is_nccl = match["host"], int(match["pid"]), True
 
@@ -165,6 +174,9 @@ _PIPE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (  # fields of loguru an
 _ANGLE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("> ", re.compile(r"<(?:trace|debug|info|warning|error|critical)> {1,8}(?=\[\d{4}-)"), _nothing),
 )
+_BRACE: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
+    ('="', re.compile(r'\{(?P<labels>(?:\w{1,60}="[^"]{0,200}",? ?){1,20})\}\s{1,4}'), _labels),
+)
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _DASH: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("ank", re.compile(r"(?:- [\w.:/]{1,80} ){1,4}- (?=[\[(<]?[Rr]ank)"), _fields_of_record),
@@ -172,7 +184,7 @@ _DASH: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
 _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
     ("std", re.compile(r"(?:stdout|stderr) [FP] "), _nothing),
     ("[", re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) {1,4}(?=\[[Rr][Aa][Nn][Kk][ _:=-]?\d)"), _level),
-    (" [rank=", re.compile(r"[0-9a-f]{8} (?=\[rank=)"), _nothing),
+    (" [rank=", re.compile(r"[0-9a-f]{8} (?:\|\| )?(?=\[rank=)"), _nothing),
     (
         ".py:",
         re.compile(r"(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,60}/)?multiproc_executor\.py:\d{1,5}\] "),
@@ -204,7 +216,7 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         lambda _line, _match: None,
     ),
 )
-_BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH}
+_BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH, "{": _BRACE}
 _PAIR = r'\w{1,20}=(?:"[^"]{0,60}"|[^\s"]{1,60})'
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {

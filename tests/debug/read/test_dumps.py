@@ -154,3 +154,20 @@ def test_dump_of_pending_operations_only_is_not_whole(tmp_path: Path) -> None:
     run = open_run(str(tmp_path))
     assert run.ranks[0].dumps[0].is_truncated
     assert "RING_TRUNCATED" in {flag.flag for flag in run.flags}
+
+
+@pytest.mark.parametrize("name", ["nccl_trace", "trace.pickle", "dump.json"])
+def test_dumps_in_folders_named_by_ranks(name: str, tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / f"{rank}").mkdir()
+        entries = [entry("2.9", seq, is_done=seq < 3) for seq in range(1, 3 if rank == 2 else 4)]
+        found = {
+            "version": "2.9",
+            "entries": entries,
+            "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
+        }
+        (tmp_path / f"{rank}" / name).write_bytes(
+            json.dumps(found).encode() if name.endswith("json") else pickle.dumps(found)
+        )
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == (VerdictKind.STUCK_ON_CPU, (2,))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
 from titan_ckpt.debug.read.logs import JobLogs, combine
 from titan_ckpt.debug.read.text.job_text import JobText, read_text
+from titan_ckpt.errors import NotFoundError
 
 
 def read(text: str) -> JobLogs:
@@ -134,6 +136,8 @@ def test_undecided_report_says_what_was_reported(name: str, tmp_path: Path) -> N
 
 LINES = {
     "SageMaker with MPI": ("[1,mpirank:3,algo-2]<stderr>:{}", 3, "algo-2"),
+    "Determined": ("[2026-11-27T10:00:00.000000Z] 1234abcd || [rank=3] {}", 3, ""),
+    "logcli": ('2026-11-27T10:00:00Z {{app="fit", pod="job-worker-3"}} {}', 3, ""),
     "NVRx": ("[WARNING] [RankMonitorServer:3] {}", 3, ""),
     "SageMaker's colours": ("[rank3]: #033[34m{}#033[0m", 3, ""),
 }
@@ -181,6 +185,54 @@ def test_entries_of_a_log_service_are_opened(name: str, tmp_path: Path) -> None:
     [event] = open_run(str(tmp_path)).ranks[3].events
     assert event.frame is not None
     assert event.frame.place == "/job/a.py:3"
+
+
+def answers(lines: Sequence[tuple[int, str, str]]) -> dict[str, object]:
+    """What services answer to a query for lines (seconds, pod, text): the newest first where that is their order."""
+    newest = list(reversed(lines))
+    at = "2026-11-28T10:00:{:02}.000Z"
+    pods = {
+        pod: [[f"{1795860000 + s}000000000", text] for s, name, text in newest if name == pod] for _, pod, _ in lines
+    }
+    streams = [{"stream": {"pod": pod, "app": "fit"}, "values": values} for pod, values in pods.items()]
+    ecs = [{"@timestamp": at.format(s), "kubernetes": {"pod": {"name": pod}}, "message": t} for s, pod, t in newest]
+    flat = [{"@timestamp": [at.format(s)], "kubernetes.pod.name": [p], "message": [t]} for s, p, t in newest]
+    cells = [{"@timestamp": at.format(s), "@logStream": pod, "@message": text} for s, pod, text in lines]
+    return {
+        "loki": {"status": "success", "data": {"resultType": "streams", "result": streams}},
+        "loki push": {"streams": [{**one, "values": [[*v, {}] for v in one["values"]]} for one in streams]},
+        "elasticsearch": {"took": 3, "hits": {"total": {"value": 9}, "hits": [{"_index": "x", "_source": e} for e in ecs]}},
+        "opensearch fields": {"hits": {"hits": [{"fields": entry} for entry in flat]}},
+        "splunk": {"results": [{"_time": at.format(s), "host": pod, "_raw": text} for s, pod, text in newest]},
+        "insights": {"results": [[{"field": k, "value": v} for k, v in cell.items()] for cell in cells]},
+        "datadog": {"data": [{"attributes": {"timestamp": at.format(s), "host": p, "message": t}} for s, p, t in newest]},
+        "azure": {"tables": [{"columns": [{"name": n} for n in ("TimeGenerated", "PodName", "LogMessage")],
+                              "rows": [[at.format(s), pod, text] for s, pod, text in newest]}]},
+        "docker in loki": {
+            "streams": [{**one, "values": [[t, json.dumps({"log": x})] for t, x in one["values"]]} for one in streams]
+        },
+    }  # fmt: skip
+
+
+LINES_OF_PODS = [
+    *((step, f"fit-worker-{pod}", f"rank {pod} step {step}") for step in range(5) for pod in range(4)),
+    *((6 + number, "fit-worker-3", line) for number, line in enumerate(TRACEBACK)),
+]
+
+
+@pytest.mark.parametrize("service", answers(LINES_OF_PODS))
+@pytest.mark.parametrize("name", ["query.json", "log.txt"])
+def test_answers_of_log_services_are_logs(service: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(answers(LINES_OF_PODS)[service]))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits, top.file, top.line) == (VerdictKind.RANK_DIED, (3,), "/job/a.py", 3)
+
+
+@pytest.mark.parametrize("told", [{"data": 1}, {"data": {"result": [1]}}, {"hits": {"hits": [[]]}}, {"results": [[1]]}])
+def test_an_answer_without_lines_is_no_log(told: object, tmp_path: Path) -> None:
+    (tmp_path / "query.json").write_text(json.dumps(told))
+    with pytest.raises(NotFoundError, match="no dump, stack, black box or log"):
+        open_run(str(tmp_path))
 
 
 @pytest.mark.parametrize("opened", ["", "none_ab12/attempt_0"])

@@ -2,7 +2,7 @@
 
 Shell scripts (`echo "exit code: $?"`), `kubectl exec`, GNU make, conda run, PyCharm's console, the runners of GitHub Actions and
 GitLab, Jenkins; LSF's report; srun, jsrun, Open MPI's and PRRTE's daemons; Slurm's sacct; GNU time, supervisord (`exit status 1;
-not expected`), Airflow (`local_task_job_runner.py`) and HTCondor's event log.
+not expected`), Airflow (`local_task_job_runner.py`), HTCondor's event log, OAR and Flux's eventlog (RFC 21).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _FAILED = re.compile(
     r"Finished: FAILURE\s*$|ERROR conda\.cli\.main_run:|srun: error: Unable to create step|slurmstepd: error: execve\(\)"
     r"|BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES|YOUR APPLICATION TERMINATED WITH THE EXIT STRING"
     r"|\(first noticed rank \d{1,6}\) terminated with signal|has lost communication with a remote daemon"
+    r"|## OAR \[[^\]]{1,40}\] Job \d{1,12} KILLED ##|\[OAR\] walltime reached|\bjob\.exception type=\S{1,40} severity=0\b"
+    r"|^009 \([\d.]{1,40}\) .{1,40} Job was aborted"
 )
 # sacct's row of a job, not of one of its steps: `991  ft-7b  gpu  proj  64  COMPLETED  0:0`; and with --parsable2.
 _SACCT = re.compile(

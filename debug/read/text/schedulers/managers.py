@@ -127,6 +127,11 @@ class Managers:
         elif match := _KILLING.search(text):
             yield Said(told_pid=int(match["pid"]))
 
+    def launcher(self, text: str, _line: Line) -> Iterator[Said]:
+        """A rank of ours that ended because its launcher did."""
+        if _LAUNCHER_GONE.search(text):
+            yield Said(kind=EventKind.CANCELLED)
+
     def lsf(self, text: str, _line: Line) -> Iterator[Said]:
         """The reason in a job's report."""
         if match := _LSF.search(text):
@@ -302,6 +307,7 @@ _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<
 _JOB_FAILED = re.compile(
     r"^AWS Batch: job \S{1,200} is FAILED|Job \S{1,200} is failed because \d{1,6} \w{1,40} replica"
 )
+_LAUNCHER_GONE = re.compile(r"the launcher of this job \(process \d{1,9}\) is gone")  # trainer/launch/launch.py
 _DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<host>[\w.-]{1,120})\s*$")
 _COMPOSE = re.compile(r"(?P<host>[\w.-]{1,120}) exited with code (?P<code>\d{1,3})\s*$")
 
@@ -314,6 +320,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),
+    (("launcher of this job (",), Managers.launcher),
     (("TERM_",), Managers.lsf),
     (("PBS: job killed",), Managers.pbs),
     (("JobID", "JOBID", "ExitCode", "JobState="), Managers.table),

@@ -30,7 +30,8 @@ TASKS = re.compile(
     rf"(?:(?P<word>{WORD})|Exited with exit code (?P<code>\d{{1,3}})|[Ss]ignal (?P<signal>\d{{1,2}}))"
 )
 NODE_LOST = re.compile(
-    r"[Nn]ode failure on (?P<host>[\w.\[\],-]{1,200})|[Nn]ode (?P<other>[\w.-]{1,80}) (?:not responding|is down)"
+    r"[Nn]ode failure on (?P<host>[\w.\[\],-]{1,200})"
+    r"|[Nn]odes? (?P<other>[\w.\[\],-]{1,200}) (?:not responding|(?:is|are) (?:down|not responding)|set to DOWN)"
 )
 CANCELLED = re.compile(
     r"\*\*\* (?:JOB|STEP) \S{1,60} ON (?P<host>\S{1,200}) CANCELLED AT \S{1,40}(?P<why> DUE TO [A-Z ]{1,40})?"
