@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.ends import all_left_gone
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
-from titan_ckpt.debug.diagnosis.from_logs.cross_checks import is_contradicted
+from titan_ckpt.debug.diagnosis.from_logs.cross_checks import ended_with_launcher, is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.earliest import in_order
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.gave_up import without_waiters
@@ -89,9 +89,10 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = found or [*by_exit_codes(run)] or [*without_end(run, states)] or [*_left_behind(run, states)]
     if not found:
         found = [_without_fault(run, found_lanes, edges, states)]
+    found = [verdict for verdict in found if not ended_with_launcher(run, verdict)] or [undecided(run, edges, states)]
     in_turn = without_waiters(run, in_order(run, _checked(run, merged(run, found))))
     ranked = [_with_suspects(verdict) for verdict in _ranked(in_turn)]
-    if is_not_yet(ranked[0]) and all_left_gone(run):
+    if (is_not_yet(ranked[0]) or ranked[0].verdict == VerdictKind.RUNNING) and all_left_gone(run):
         ranked = [all_gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and went_on_between(run):

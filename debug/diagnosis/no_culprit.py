@@ -73,7 +73,7 @@ def all_gone(run: Run, suspected: Verdict) -> Verdict:
         headline=f"all processes are gone ({num_ranks(len(run.ranks))}), and none left an end of its own",
         evidence=(
             Evidence(text="SIGKILL, os._exit or the end of the host leaves no trace in a recorder"),
-            *suspected.evidence[:4],
+            *(suspected.evidence[:4] if suspected.verdict != VerdictKind.RUNNING else ()),
         ),
         next_steps=(
             "look at the console of the launcher for exit codes and signals, and give it to debug with the recorders' folder",

@@ -265,7 +265,7 @@ def _aborted_on_cpu(record: RankRecord) -> Situation | None:
 
 # Xid errors that a process on the GPU does not end of: 45 follows the end of another process, 63 and 64 tell of a memory row that
 # is set aside, 92 counts corrected errors (NVIDIA's "XID Errors").
-_HARMLESS_XIDS = ("45", "63", "64", "92")
+HARMLESS_XIDS = ("45", "63", "64", "92")
 # What a program's own memory access on the GPU makes: a graphics engine exception, a page fault, a reset of the channel.
 _XIDS_OF_PROGRAMS = ("13", "31", "43")
 _REPORTS = (EventKind.KILLED, EventKind.DEVICE_ERROR, EventKind.NODE_LOST)
@@ -296,7 +296,7 @@ def _is_end(record: RankRecord, event: LogEvent) -> bool:
     later = (other for other in record.events if other.source == event.source and other.line > event.line)
     if any(other.kind.is_communication for other in later):
         return False
-    if event.values.get("xid") in _HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
+    if event.values.get("xid") in HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
         return False
     return not logged_on(record, event)
 

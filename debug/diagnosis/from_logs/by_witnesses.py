@@ -17,8 +17,15 @@ from titan_ckpt.debug.diagnosis.from_logs.elsewhere import SYMPTOMS, deviant, ev
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import ended_first, heeded_sigterm, loss_of
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import present_ranks
 from titan_ckpt.debug.diagnosis.from_logs.odd_one import odd_one
+from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_in_parts
-from titan_ckpt.debug.diagnosis.rank_death import is_absent, is_interrupt, logged_on, signal_of
+from titan_ckpt.debug.diagnosis.rank_death import (
+    HARMLESS_XIDS,
+    is_absent,
+    is_interrupt,
+    logged_on,
+    signal_of,
+)
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S, TIMES_LONGEST_GAP
 from titan_ckpt.debug.incident.busy_with import busy_by_log, has_recorder_talk
@@ -59,9 +66,13 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         is_unmoved = run.launcher is not None and run.launcher.num_unmoved == len(suspects) == len(states) - len(
             witnesses
         )
-        found = _together([_suspect(run, rank, witnesses, states, is_unmoved=is_unmoved) for rank in suspects])
+        told = _told_loss(run, len(suspects))
+        found = [*_together([_suspect(run, rank, witnesses, states, told, is_unmoved=is_unmoved) for rank in suspects])]
         is_open = len(cut_off) > 1 and set(cut_off) == set(suspects)
         is_open |= len(suspects) > 1 and wait_in_parts(run, witnesses)
+        are_apart = len({(frame.file, frame.line) for rank in witnesses if (frame := states[rank].frame)}) > 1
+        are_apart &= any(in_subgroup(run.ranks[rank]) for rank in witnesses)
+        is_open |= any(_may_wait(verdict, are_apart=are_apart) for verdict in found)
         yield from (replace(one, confidence=one.confidence * EQUALLY) if is_open else one for one in found)
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
         yield from deviant(run, witnesses, states)
@@ -103,6 +114,14 @@ def _raised_before(run: Run, witnesses: Sequence[int]) -> Iterator[Verdict]:
     )  # fmt: skip
 
 
+def _may_wait(verdict: Verdict, *, are_apart: bool) -> bool:
+    """Whether it accuses for silence alone, and one that is silent may wait for another in a group of their own: several are, or
+    those that waited did so at several lines, one of which names a group (`are_apart`)."""
+    is_silent = verdict.verdict == VerdictKind.STUCK_ON_CPU and verdict.confidence <= Basis.WITNESSES.confidence
+    is_silent &= verdict.subtype == Subtype.NONE
+    return is_silent and (are_apart or len(verdict.culprits) > 1)
+
+
 def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
     """Ranks of which the same is known, and of none the line, in one verdict: they were lost together, as with their host."""
     alike: dict[object, list[Verdict]] = {}
@@ -113,7 +132,7 @@ def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
         culprits = tuple(rank for verdict in verdicts for rank in verdict.culprits)
         what = verdicts[0].headline.partition(f"rank {culprits[0]} ")[2]
         headline = verdicts[0].headline if len(verdicts) == 1 else f"{rank_list(culprits)}: each {what}"
-        evidence = tuple(item for verdict in verdicts[:4] for item in verdict.evidence[:2])
+        evidence = tuple(dict.fromkeys(item for verdict in verdicts[:4] for item in verdict.evidence[:3]))
         is_half = verdicts[0].subtype == Subtype.FINISHED_EARLY and len(culprits) >= len(verdicts[0].victims)
         confidence = Basis.ENDED_AS_MANY.confidence if is_half else verdicts[0].confidence  # either party may be wrong
         yield verdicts[0] if len(verdicts) == 1 else replace(
@@ -197,7 +216,18 @@ class _Suspicion:
     subtype: Subtype = Subtype.NONE
 
 
-def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, *, is_unmoved: bool) -> _Suspicion:
+def _told_loss(run: Run, num_suspects: int) -> LogEvent | None:
+    """What a scheduler says of a lost host, or a driver of a GPU, that nothing places: who alone fell silent was there."""
+    for event in (event for event in faults(run) if event.rank < 0):
+        is_fatal = event.kind == EventKind.DEVICE_ERROR and event.values.get("xid", "") not in HARMLESS_XIDS
+        if (event.kind == EventKind.NODE_LOST and "host" in event.values) or (is_fatal and num_suspects == 1):
+            return event
+    return None
+
+
+def _suspicion(
+    run: Run, rank: int, witnesses: Sequence[int], state: Situation, told: LogEvent | None, *, is_unmoved: bool
+) -> _Suspicion:
     record, is_on_cpu = run.ranks[rank], state.kind == RankState.ON_CPU
     if state.kind == RankState.FINISHED:
         text = f"ended normally{_after_error(record)} while the others waited for it"
@@ -218,6 +248,10 @@ def _suspicion(run: Run, rank: int, witnesses: Sequence[int], state: Situation, 
     if not is_on_cpu and not heeded_sigterm(record) and _fell_silent(run, rank, witnesses):
         text = "is frozen: the others' monitors went on logging, its log just ends"
         return _Suspicion(verdict=VerdictKind.RANK_FROZEN, subtype=state.detail, text=text)
+    if not is_on_cpu and told is not None and (not record.host or record.host == told.values.get("host", record.host)):
+        is_host = told.kind == EventKind.NODE_LOST
+        text = f"died: {'its host was lost' if is_host else 'its GPU failed'}, by what is reported, and it fell silent"
+        return _Suspicion(verdict=VerdictKind.RANK_DIED, subtype=Subtype.HOST if is_host else Subtype.DEVICE, text=text)
     return _Suspicion(
         verdict=VerdictKind.STUCK_ON_CPU, subtype=state.detail or busy_by_log(record),
         text="was busy elsewhere while the others waited for it",
@@ -233,11 +267,20 @@ def _after_error(record: RankRecord) -> str:
 
 
 def _suspect(
-    run: Run, rank: int, witnesses: Sequence[int], states: Mapping[int, Situation], *, is_unmoved: bool
+    run: Run,
+    rank: int,
+    witnesses: Sequence[int],
+    states: Mapping[int, Situation],
+    told: LogEvent | None,
+    *,
+    is_unmoved: bool,
 ) -> Verdict:
     """The verdict on a rank that did not wait while the others did."""
     state, first = states[rank], states[witnesses[0]]
-    suspicion = _suspicion(run, rank, witnesses, state, is_unmoved=is_unmoved and state.kind != RankState.ON_CPU)
+    is_unmoved = is_unmoved and state.kind != RankState.ON_CPU
+    suspicion = _suspicion(run, rank, witnesses, state, told, is_unmoved=is_unmoved)
+    has_died = told is not None and suspicion.subtype in (Subtype.HOST, Subtype.DEVICE)
+    reported = (replace(said(told), rank=None),) if told is not None and has_died else ()
     where = state.where if state.kind == RankState.ON_CPU else ""
     return Verdict(
         verdict=suspicion.verdict,
@@ -248,7 +291,7 @@ def _suspect(
         step=run.step_of(rank),
         confidence=(Basis.WITNESSES_AND_LINE if where else Basis.WITNESSES).confidence,
         headline=f"rank {rank} {suspicion.text}{where}" + (f", {state.call}" if where and state.call else ""),
-        evidence=(*state.evidence, *first.evidence[:2]),
+        evidence=(*reported, *state.evidence, *first.evidence[:2]),
         chain=tuple((witness, rank) for witness in witnesses),
         next_steps=(
             *advice(suspicion.verdict, suspicion.subtype),

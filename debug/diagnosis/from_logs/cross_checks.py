@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from signal import SIGKILL
 
+import numpy as np
+
 from titan_ckpt.debug.diagnosis.from_logs.earlier_run import are_of_earlier_run
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
@@ -12,7 +14,7 @@ from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -24,7 +26,7 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     error texts name other ranks as those that did not come."""
     if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict) or _was_killed_in_a_hang(run, verdict):
         return True
-    if _was_felt_by_nobody(run, verdict):
+    if _was_felt_by_nobody(run, verdict) or _went_past(run, verdict):
         return True
     if are_of_earlier_run(run, verdict.culprits):
         return True
@@ -39,6 +41,32 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
     named = set(absent_ranks(run))
     return bool(accused & stale) or bool(named and not accused & named)
+
+
+_OF_DEVICES = (VerdictKind.STARTED_NOT_COMPLETED, VerdictKind.SCHEDULED_NOT_STARTED)
+
+
+def _went_past(run: Run, verdict: Verdict) -> bool:
+    """Whether it says that a device did not end an operation, and later ones of that group are completed on a rank at fault: a
+    group's collectives run one after the other, so the dump's word on the earlier one is old."""
+    if verdict.verdict not in _OF_DEVICES or verdict.seq is None:
+        return False
+    groups = [number for number, group in enumerate(run.groups) if str(group) == verdict.group]
+    tables = (run.ranks[rank].operations for rank in verdict.culprits)
+    return any(
+        (np.isin(t["group"], groups) & (t["p2p"] == 0) & (t["seq"] > verdict.seq) & (t["state"] == COMPLETED)).any()
+        for t in tables
+    )
+
+
+LAUNCHER_GONE = "the launcher of this job"  # as our trainer says it
+
+
+def ended_with_launcher(run: Run, verdict: Verdict) -> bool:
+    """Whether a rank says that its launcher was gone: then all ranks ended for that, and it is inferred of one that it died."""
+    events = run.job_log.events if run.job_log is not None else ()
+    is_inferred = verdict.verdict == VerdictKind.RANK_DIED and verdict.confidence < RECORDED
+    return is_inferred and any(e.kind == EventKind.CANCELLED and LAUNCHER_GONE in e.text for e in events)
 
 
 def _waited_too(run: Run, verdict: Verdict) -> bool:

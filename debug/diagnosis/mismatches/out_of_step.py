@@ -85,19 +85,34 @@ def is_only_awaited(state: Situation) -> bool:
     )  # fmt: skip
 
 
+USUAL = 2  # messages to other peers, after which one to a new peer may be astray
+
+
+def _is_new_peer(run: Run, edge: Edge) -> bool:
+    """Whether a rank waits in its first message to a peer, and has sent, or received, such to others."""
+    table = run.ranks[edge.waiter].operations
+    others = (table["p2p"] == edge.direction) & (table["peer"] != edge.awaited)
+    return edge.is_p2p and edge.seq == 1 and int(others.sum()) >= USUAL
+
+
 def or_its_partner(run: Run, verdict: Verdict, edges: Sequence[Edge]) -> Verdict:
-    """A verdict that rests on nothing but a collective not issued names both of a pair in a larger job: the one that waits may
-    have issued one too many."""
+    """A verdict that rests on nothing but an operation not issued names both of a pair in a larger job: the one that waits may
+    have issued a collective too many; or, awaited itself, taken this peer for another in its first message to it."""
     waits = [edge for edge in edges if edge.awaited in verdict.culprits]
     waiters = {edge.waiter for edge in waits}
-    is_bare = verdict.confidence == Basis.NOT_ISSUED.confidence and not any(edge.is_p2p for edge in waits)
+    is_bare = verdict.confidence == Basis.NOT_ISSUED.confidence
     if not is_bare or len(waiters) != 1 or len(run.ranks) == 2:
         return verdict
     [waiter] = waiters
+    is_astray = all(_is_new_peer(run, edge) for edge in waits)
+    is_astray &= any(edge.awaited == waiter and edge.seq > 1 for edge in edges)
+    if any(edge.is_p2p for edge in waits) and not is_astray:
+        return verdict
+    what = "took it for another peer" if any(edge.is_p2p for edge in waits) else "issued one too many"
     return replace(
         verdict, culprits=tuple(sorted((*verdict.culprits, waiter))), confidence=Basis.NOT_ISSUED_TO_ONE.confidence,
         victims=tuple(rank for rank in verdict.victims if rank != waiter),
-        headline=f"{verdict.headline}; or rank {waiter}, which alone waits for it, issued one too many",
+        headline=f"{verdict.headline}; or rank {waiter}, which alone waits for it, {what}",
     )  # fmt: skip
 
 

@@ -43,3 +43,75 @@ def test_host_that_a_rank_speaks_of_is_not_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", LABELS)
 def test_lost_host_that_no_rank_named_accuses_nobody(tmp_path: Path, launcher: str) -> None:
     assert top(tmp_path, on_hosts(launcher, HOSTS[0]) + LOST[launcher].format("c7")).culprits == ()
+
+
+SRUN_ENDS = (
+    "srun: error: c1: tasks 0-2: Killed\n",
+    "srun: error: c1: task 0: Exited with exit code 137\nsrun: error: c1: tasks 1-2: Exited with exit code 143\n",
+)
+
+
+@pytest.mark.parametrize("ends", SRUN_ENDS)
+@pytest.mark.parametrize("lost", [LOST["srun"], "slurmctld: error: Nodes {} not responding, setting DOWN\n"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_tasks_that_ended_for_a_lost_host_are_not_accused(
+    tmp_path: Path, ends: str, lost: str, is_before: bool
+) -> None:
+    steps = "".join(f"{rank}: step {step} loss 2.0\n" for step in range(3) for rank in range(6))
+    told = lost.format("c2")
+    found = top(tmp_path, steps + (told + ends if is_before else ends + told))
+    assert (found.verdict, found.culprits) == ("INSUFFICIENT_DATA", ())
+    assert "c2" in found.headline
+
+
+def test_tasks_killed_on_the_only_host_are_the_dead(tmp_path: Path) -> None:
+    steps = "".join(f"{rank}: step {step} loss 2.0\n" for step in range(3) for rank in range(6))
+    assert top(tmp_path, steps + SRUN_ENDS[0]).culprits == (0, 1, 2)
+
+
+TIMED_OUT = (
+    "[rank{0}]: Traceback (most recent call last):\n"
+    '[rank{0}]:   File "/job/train.py", line 61, in sync\n'
+    "[rank{0}]:     dist.all_reduce(grad)\n"
+    "[rank{0}]: RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 12000ms for "
+    "recv operation to complete\n"
+)
+STEPS = "2026-11-22 01:00:00 INFO step 3\n"
+
+
+def silent(folder: Path, *ranks: int, size: int = 4) -> None:
+    """Logs in which these ranks say nothing when the others time out."""
+    for rank in range(size):
+        (folder / f"rank_{rank}.log").write_text(STEPS + ("" if rank in ranks else TIMED_OUT.format(rank)))
+
+
+def test_one_silent_rank_is_at_fault_and_of_two_either_may_be(tmp_path: Path) -> None:
+    silent(tmp_path, 2)
+    assert first_verdict(tmp_path).culprits == (2,)
+    silent(tmp_path, 1, 2)
+    found = first_verdict(tmp_path)
+    assert (found.verdict, found.culprits, found.suspects) == ("STUCK_ON_CPU", (), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("report", "ranks", "subtype"),
+    [
+        ("srun: error: Node failure on c3\n", (1, 2), "host"),
+        ("[12.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus.\n", (2,), "device"),
+    ],
+)
+def test_the_silent_died_of_what_is_reported(tmp_path: Path, report: str, ranks: tuple[int, ...], subtype: str) -> None:
+    silent(tmp_path, *ranks)
+    (tmp_path / "system.log").write_text(report)
+    found = first_verdict(tmp_path)
+    assert (found.verdict, found.subtype, found.culprits) == ("RANK_DIED", subtype, ranks)
+    assert found.evidence[0].text in report
+    assert found.evidence[0].rank is None
+
+
+def test_a_failed_gpu_is_not_that_of_one_of_two(tmp_path: Path) -> None:
+    silent(tmp_path, 1, 2)
+    (tmp_path / "dmesg.txt").write_text(
+        "[12.1] NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, GPU has fallen off the bus.\n"
+    )
+    assert first_verdict(tmp_path).culprits == ()

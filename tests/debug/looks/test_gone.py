@@ -17,9 +17,9 @@ WAITED_FOR = "0 1 3: all_reduce@1 all_reduce@2?\n2: all_reduce@1"
 NOW_NS = 1_800_000_000_000_000_000
 
 
-def looked_at(gone: dict[int, float], *, is_collected: bool = False) -> Run:
+def looked_at(gone: dict[int, float], *, is_collected: bool = False, operations: str = WAITED_FOR) -> Run:
     """A look at a job of four ranks: those of `gone` have no process any more, and ticked that many seconds before the others."""
-    run = job(WAITED_FOR)
+    run = job(operations)
     ranks = {}
     for rank, record in run.ranks.items():
         alive_ns = NOW_NS - int(gone.get(rank, 0.0) * 1e9)
@@ -35,6 +35,14 @@ def test_where_all_are_gone_nobody_is_named(is_collected: bool) -> None:
     assert (top.verdict, top.culprits, top.suspects) == (VerdictKind.INSUFFICIENT_DATA, (), ())
     assert top.headline == "all processes are gone (4 ranks), and none left an end of its own"
     assert any("dmesg" in step for step in top.next_steps)
+
+
+def test_a_job_that_is_gone_between_two_operations_is_not_running() -> None:
+    done = "0 1 2 3: all_reduce@1 all_reduce@2"
+    assert diagnose(looked_at({}, operations=done))[0].verdict == VerdictKind.RUNNING
+    top = diagnose(looked_at(dict.fromkeys(range(4), 0.0), operations=done))[0]
+    assert top.verdict == VerdictKind.INSUFFICIENT_DATA
+    assert top.headline.startswith("all processes are gone (4 ranks)")
 
 
 def test_a_rank_that_the_others_outlived_died() -> None:
