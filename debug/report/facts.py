@@ -26,6 +26,12 @@ def when(run: Run, top: Verdict, now_s: float) -> str:
     return stopped(stopped_s(run, top, began_ns(run)), last_sign_ns(run) / 1e9, now_s)
 
 
+def lasting(run: Run, top: Verdict, now_s: float) -> str:
+    """What `when` says, for a file that is read later: times, and that of the report in place of ages."""
+    said = when(run, top, 0.0)
+    return f"{said}; reported {moment(now_s)}" if said else ""
+
+
 def stopped(began_s: float, last_s: float, now_s: float) -> str:
     """What `when` says of a job that stopped at `began_s` and showed life at `last_s`, since the epoch; 0 if unknown."""
     if not began_s:

@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.kinds import OperationState, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
-from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, waiting, where
 from titan_ckpt.debug.report.html_style import STYLE
 from titan_ckpt.debug.report.timeline import timeline
 from titan_ckpt.location import redact, redact_text
@@ -25,7 +25,7 @@ _OWN_THREADS = "titan-recorder"
 
 
 def report_html(run: Run, verdicts: Sequence[Verdict], states: Mapping[int, Situation], now_s: float) -> str:
-    """The page. `states`: what each rank was doing; `now_s`: the present (seconds since epoch), for the age of the hang."""
+    """The page. `states`: what each rank was doing; `now_s`: the present (seconds since epoch), when it is written."""
     top = verdicts[0]
     parties = alike(run, top, states)
     title = f"{top.verdict}: {top.headline}"
@@ -71,7 +71,7 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]
     facts += [f"step {top.step}"] if top.step is not None else []
     facts += [f"incident {run.incident}"] if run.incident else []
-    facts += [moment] if (moment := when(run, top, now_s)) else []
+    facts += [moment] if (moment := lasting(run, top, now_s)) else []
     facts += [] if top.is_healthy else where(run, top)
     yield f'<p>{" · ".join(_text(fact) for fact in facts)}</p><p class="dim">{_text(redact(run.url))}</p></header>'
 

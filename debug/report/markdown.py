@@ -9,7 +9,7 @@ from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import num_ranks
 from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, page_of, stack_of, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, waiting, where
 
 MOST_STACKS, MOST_FRAMES = 4, 40
 # What Markdown obeys; an underscore inside a word is plain. `#7` and `@name` would become links of the issue tracker.
@@ -18,7 +18,7 @@ _LINKS = re.compile(r"(?<=[#@])(?=\w)")
 
 
 def report_markdown(run: Run, verdicts: Sequence[Verdict], now_s: float) -> str:
-    """The report. `now_s`: the present (seconds since epoch), for the age of the hang."""
+    """The report. `now_s`: the present (seconds since epoch), when it is written."""
     top = verdicts[0]
     name = f"{top.verdict} ({top.subtype})" if top.subtype else str(top.verdict)
     lines = [
@@ -47,7 +47,7 @@ def _facts(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     yield num_ranks(run.world_size)
     if top.step is not None:
         yield f"step {top.step}"
-    if moment := when(run, top, now_s):
+    if moment := lasting(run, top, now_s):
         yield moment
     if not top.is_healthy:
         yield from where(run, top)

@@ -27,7 +27,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
         "",
     ]
     if top.evidence:
-        lines += ["why:", *(f"  - {_wrapped(fact(item), 4)}" for item in top.evidence[:MAX_EVIDENCE])]
+        lines += ["why:", *(f"  - {_wrapped(text, 4)}" for text in _why(top))]
     if top.chain:
         lines.append(_chain(top))
     if not top.is_healthy and (held := list(waiting(run))):
@@ -46,6 +46,16 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
     if not top.is_healthy:
         lines.append(f"more about {top.verdict}: {page_of(top)}")
     return "\n".join(lines) + "\n"
+
+
+def _why(top: Verdict) -> list[str]:
+    """The evidence; where there is much, that of the ranks at fault before the others'."""
+    if len(top.evidence) <= MAX_EVIDENCE:
+        return [fact(item) for item in top.evidence]
+    named = top.culprits or top.suspects
+    first = sorted(top.evidence, key=lambda item: item.rank not in named)[:MAX_EVIDENCE]
+    shown = [fact(item) for item in top.evidence if item in first]
+    return [*shown, f"and {len(top.evidence) - len(shown)} more: see --json"]
 
 
 def _facts(run: Run, top: Verdict) -> list[str]:
