@@ -158,7 +158,7 @@ def test_a_reference_to_a_lost_file_is_found_before_the_commit(tmp_path: Path) -
     with Saver(str(tmp_path), SaveOptions(incremental=True)) as saver:
         saver.save(state, step=1).wait()
         next((tmp_path / "step-00000001").glob("a-*/__0_0.distcp")).unlink()
-        with pytest.raises(SaveError, match=r"expected \d+ bytes, found it missing"):
+        with pytest.raises(SaveError, match=r"expected \d+ bytes, it is missing"):
             saver.save(state, step=2).wait()
     assert [info.step for info in list_checkpoints(str(tmp_path)) if info.state == "committed"] == [1]
 

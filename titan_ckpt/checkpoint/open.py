@@ -313,8 +313,8 @@ def check_files(checkpoint: Checkpoint) -> frozenset[str]:
         if found != file.size_bytes:
             _confirm(checkpoint, file, found)
             where = checkpoint.store.where(checkpoint.path(file.path))
-            state = "missing" if found is None else f"{found} bytes"
-            raise DamagedError(f"{where}: expected {file.size_bytes} bytes, found it {state}")
+            state = "it is missing" if found is None else f"found {found} bytes"
+            raise DamagedError(f"{where}: expected {file.size_bytes} bytes, {state}")
     return frozenset(path for path, entry in listed.items() if entry.is_link)
 
 
