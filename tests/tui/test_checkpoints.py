@@ -103,6 +103,14 @@ async def test_a_run_is_opened_from_a_folder_of_runs_and_left(runs: Path) -> Non
         assert app.return_code is None
 
 
+async def test_a_run_with_a_name_like_a_step_is_opened(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "runs" / "run@12")
+    app = TitanApp(find_content(str(tmp_path / "runs")))
+    async with app.run_test(size=(80, 24)) as pilot:
+        assert lines_with(await press(app, pilot, "1 enter"), "run@12", "40")
+        assert lines_with(await press(app, pilot, "enter"), "30", "committed")
+
+
 async def test_runs_in_folders_of_folders_are_listed_and_opened(runs: Path) -> None:
     team = runs.parent / "team"
     shutil.copytree(runs / "b", team / "project" / "nested")

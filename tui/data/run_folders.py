@@ -119,7 +119,7 @@ def _look(store: Store, name: str) -> _Folder:
 
 
 def _summary(store: Store, folder: _Folder) -> RunSummary:
-    url = join(store.url, folder.name)
+    url = join(store.url, folder.name) + "/" * ("@" in folder.name)  # else it would be a run and its step
     if folder.problem:
         return RunSummary(name=folder.name, url=url, problem=folder.problem)
     try:
