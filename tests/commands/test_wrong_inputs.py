@@ -152,13 +152,24 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("debug collect afile", 3, ("it is a file", "that the recorder writes to")),
     ("convert from-hf meta-llama/Llama-3.1-8B out", 3, ("hf download meta-llama/Llama-3.1-8B",)),
     ("init 8b", 2, ("did you mean --template 8b?",)),
+    ("ls adapter", 3, ("it is a PEFT adapter", "--merge-lora")),
+    ("eval adapter", 3, ("it is a PEFT adapter", "--merge-lora")),
+    ("inspect tensors", 3, ("safetensors without the config.json",)),
+    ("ls named", 3, ("checkpoints of torch in this folder", "checkpoint_1, checkpoint_2")),
+    ("prune of-torch --keep-last 1", 3, ("2 steps that torch or another library wrote (step-1 to step-2)", "by hand")),
     ("ls runs/tiny -v -q", 2, ("--verbose has no effect with --quiet",)),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, an empty folder and a file."""
+    """A folder with a run, an empty folder, a file, and what other libraries write."""
+    for name in ("adapter/adapter_config.json", "adapter/adapter_model.safetensors", "tensors/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    for name in ("named/checkpoint_1", "named/checkpoint_2", "of-torch/step-1", "of-torch/step-2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / ".metadata").write_bytes(b"")
     shutil.copytree(DATA / "golden" / "v1", tmp_path / RUN)
     (tmp_path / "empty").mkdir()
     (tmp_path / "afile").write_text("hello\n")
