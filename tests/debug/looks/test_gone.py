@@ -37,7 +37,7 @@ def test_where_all_are_gone_nobody_is_named(is_collected: bool) -> None:
     assert any("dmesg" in step for step in top.next_steps)
 
 
-def test_a_job_that_is_gone_between_two_operations_is_not_running() -> None:
+def test_a_job_that_is_gone_between_operations_is_not_running() -> None:
     done = "0 1 2 3: all_reduce@1 all_reduce@2"
     assert diagnose(looked_at({}, operations=done))[0].verdict == VerdictKind.RUNNING
     top = diagnose(looked_at(dict.fromkeys(range(4), 0.0), operations=done))[0]
