@@ -11,12 +11,13 @@ program may write the like into its log.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, repeat
 
 from titan_ckpt.debug.read.text.prefixes import peel
 
 MOST_SECTIONS = 10_000
+MOST_PADDED = 200_000  # lines, up to which those of sections stand at their places in the whole text
 _ERRORS = ("Traceback (most recent", "atchdog", "Error: ", "NCCL WARN")
 
 _PATH = r"[\w.@%+=/~-]{1,200}"
@@ -38,7 +39,9 @@ _KUBECTL = re.compile(
     r"[^$#%>]{0,100}[$#%>] ?(?:kubectl|oc) logs(?: -\S+(?: [^-\s]\S*)?)* (?:pod/)?(\w[\w.-]{0,200})(?: -\S+(?: [^-\s]\S*)?)*"
 )
 
-Section = tuple[str, list[str]]  # the name of what it is of, and its lines, each at its place in the whole text
+Section = tuple[
+    str, list[str]
+]  # the name of what it is of, and its lines; of a short text each at its place in the whole
 
 
 def sections(text: str) -> list[Section]:
@@ -53,15 +56,23 @@ def sections(text: str) -> list[Section]:
         named = _under_own_headings(lines)
     else:
         named = _in_fences(lines)
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for place, (name, line) in enumerate(named):
         if line is not None:
-            part = found.setdefault(name.lstrip("/.~"), [])
-            part += [""] * (place - len(part))
-            part.append(line)
-        if len(found) > MOST_SECTIONS:
-            return []
-    return list(found.items()) if len(found.keys() - {""}) > 1 else []
+            found.setdefault(name.lstrip("/.~"), []).append((place, line))
+    if not 1 < len(found.keys() | {""}) - 1 <= MOST_SECTIONS:
+        return []
+    is_short = sum(part[-1][0] for part in found.values()) <= MOST_PADDED
+    return [(name, [*_padded(part)] if is_short else [line for _, line in part]) for name, part in found.items()]
+
+
+def _padded(part: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """The lines of a section, each at its place in the whole text."""
+    at = 0
+    for place, line in part:
+        yield from repeat("", place - at)
+        yield line
+        at = place + 1
 
 
 _Named = Iterable[tuple[str, str | None]]  # of each line of the text: whose it is, and its text; None: a heading

@@ -19,6 +19,7 @@ from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
 from titan_ckpt.debug.read.text.writers.of_run import OfRun
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
+from titan_ckpt.debug.read.text.writers.ray import RAY_RANK, RAY_SET_UP, RAY_TASK
 from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
 
 NOBODY: Writer = ("job", "", -1)
@@ -59,6 +60,7 @@ class JobText:
     _records: LogRecords = field(default_factory=LogRecords)
     _told: ToldTracebacks = field(default_factory=ToldTracebacks)
     _in_groups: set[int] = field(default_factory=set)  # ranks that torch named by their place in a process group alone
+    _prefixed: set[int] = field(default_factory=set)  # ranks that stand before lines
     _groups: set[str] = field(default_factory=set)
     _is_block: bool = False  # it repeats all that this process wrote
     _labels: Labels = field(default_factory=Labels)
@@ -93,10 +95,8 @@ class JobText:
             writer = self._records.owner(line.text, named, is_dated=line.time_s is not None) or NOBODY
         own, is_begun = self._prefixes.peel(line)
         writer = ("prefix", own, 0) if own and writer == NOBODY else writer
-        if own and _NO_ERROR.search(own):
-            return  # the traceback of a warning: the program went on
-        if self.of_run.is_other(writer, line.time_s, self.writers):
-            return
+        if (own and _NO_ERROR.search(own)) or self.of_run.is_other(writer, line.time_s, self.writers):
+            return  # the traceback of a warning, after which the program went on; a line of another run
         if line.is_nccl and "anks" in line.text:
             self.nccl.take(writer, number, line.text, line.task)
         num_notes = len(self.endings.notes)
@@ -137,7 +137,9 @@ class JobText:
         for stream in self.writers.values() if self.told_line else ():
             mark(stream, "ending", self.told_line)
         if self._groups and "0" not in self._groups:  # a place in another group than that of all is no rank of the job
-            for place in self._in_groups & {writer[2] for writer in self.writers if writer[0] == "rank"}:
+            for place in (self._in_groups - self._prefixed) & {
+                writer[2] for writer in self.writers if writer[0] == "rank"
+            }:
                 self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
 
     def _begin_attempt(self, keep: Stream | None = None) -> None:
@@ -161,6 +163,7 @@ class JobText:
         if line.task is not None:
             self.tasks.setdefault(line.task, set())
         if line.rank is not None:
+            self._prefixed.add(line.rank)
             if line.task is not None:
                 self.tasks[line.task].add(line.rank)
             if line.host:
@@ -192,11 +195,13 @@ class JobText:
             line.shown = line.text
         elif ("ProcessGroup" in line.text or "atchdog" in line.text) and (match := _OWN_GROUP.search(line.text)):
             rank = int(match.group(1) or match.group(2))
+            if rank in self._prefixed and not match.group(1):
+                return ("place", "", rank)
             self._in_groups |= set() if match.group(1) else {rank}
-        elif match := _RAY_RANK.search(line.text):
+        elif match := RAY_RANK.search(line.text):
             self.links[("pid", match["host"], int(match["pid"]))] = int(match["rank"])
             return writer
-        elif writer[0] == "pid" and (match := _RAY_SET_UP.search(line.text)):
+        elif writer[0] == "pid" and (match := RAY_SET_UP.search(line.text)):
             self.links[writer] = int(match["rank"])
             return writer
         elif (listening := listening_rank(line.text)) is not None:
@@ -241,7 +246,7 @@ class JobText:
         rulers, or in a record of a logger that goes on after `Traceback`: until a line has a writer of its own."""
         if "-- Process" in line.text and (match := _SPAWN_BLOCK.match(line.text)):
             self._quoted = ("local", f"{self.scope}|", int(match["rank"]))
-        elif "RayTaskError(" in line.text and (match := _RAY_TASK.search(line.text)):
+        elif "RayTaskError(" in line.text and (match := RAY_TASK.search(line.text)):
             self._quoted, line.text = ("pid", match["host"], int(match["pid"])), f"{TRACEBACK}:"  # the worker's follows
         elif "-----" in line.text and (match := _OUTPUT_BLOCK.match(line.text)):
             self._is_block = match["what"] == "Begin"
@@ -261,11 +266,6 @@ _OWN_GROUP = re.compile(
     r"|\[Rank (\d{1,6})\] (?:Watchdog|Process group|NCCL watchdog|Some NCCL|To avoid|Found)"
 )
 _GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40}) (?:PG GUID [^\]]{0,80})?Rank \d{1,6}\]")
-_RAY_RANK = re.compile(
-    r"\(node_id=\w{1,80}, ip=(?P<host>[\w.:]{1,80}), pid=(?P<pid>\d{1,9})\) world_rank=(?P<rank>\d{1,6})"
-)
-_RAY_TASK = re.compile(r"RayTaskError\(\w{1,60}\): .{0,300}?\(pid=(?P<pid>\d{1,9}), ip=(?P<host>[\w.:]{1,60})")
-_RAY_SET_UP = re.compile(r"Setting up process group for: \S{1,80} \[rank=(?P<rank>\d{1,6}), world_size=\d{1,6}\]")
 
 
 def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:

@@ -99,8 +99,9 @@ def test_local_rank_is_a_global_one_where_a_line_says_so() -> None:
     assert set(logs.ranks) == {8, 9}
 
 
-def test_pid_of_a_ray_worker_is_resolved_by_its_start_line() -> None:
-    start = "(TorchTrainer pid=1) - (node_id=ab12, ip=10.0.0.7, pid=55) world_rank=2, local_rank=0, node_rank=1\n"
+@pytest.mark.parametrize("node", ["node_id=ab12, ", ""])
+def test_pid_of_a_ray_worker_is_resolved_by_its_start_line(node: str) -> None:
+    start = f"(TorchTrainer pid=1) - ({node}ip=10.0.0.7, pid=55) world_rank=2, local_rank=0, node_rank=1\n"
     logs = read(start + "(RayTrainWorker pid=55, ip=10.0.0.7) Traceback (most recent call last):\n"
                 '(RayTrainWorker pid=55, ip=10.0.0.7)   File "a.py", line 3, in f\n(RayTrainWorker pid=55, ip=10.0.0.7) '
                 'KeyError: 1\n')  # fmt: skip
