@@ -49,12 +49,26 @@ def _numbered_services(hosts: Iterable[Writer]) -> dict[Writer, int]:
 
 
 def hosts_of_one_rank(writers: Iterable[Writer], hosts: Mapping[int, str]) -> dict[Writer, int]:
-    """The ranks of hosts where lines of each name one rank, each another, and all there are. `hosts`: where ranks were seen."""
+    """The ranks of hosts where lines of each name one rank, each another, and all there are; of pods also those whose numbers go
+    on with the ranks of the others. `hosts`: where ranks were seen."""
+    writers = [writer for writer in writers if writer[0] == "host"]
     ranks = {host: rank for rank, host in hosts.items()}
-    names = {writer[1] for writer in writers if writer[0] == "host" and writer[1] in ranks}
-    if len(hosts) < 2 or len(ranks) != len(hosts) or set(hosts) != set(range(len(hosts))) or not names:
+    if len(hosts) < 2 or len(ranks) != len(hosts):
         return {}
-    return {writer: ranks[writer[1]] for writer in writers if writer[0] == "host" and writer[1] in names}
+    known = {writer: ranks[writer[1]] for writer in writers if writer[1] in ranks}
+    return _in_step(writers, ranks) or (known if set(hosts) == set(range(len(hosts))) else {})
+
+
+def _in_step(writers: Iterable[Writer], ranks: Mapping[str, int]) -> dict[Writer, int]:
+    """The ranks of all pods, if their names differ in a number alone, and it is each known rank, or a fixed number more."""
+    numbers = {name: _NUMBER.search(name) for name in (*ranks, *(writer[1] for writer in writers if writer[2]))}
+    told = {name: (name[: match.start()], int(match[1])) for name, match in numbers.items() if match is not None}
+    steps = {(told[name][0], told[name][1] - rank) if name in told else None for name, rank in ranks.items()}
+    step = steps.pop()
+    if steps or step is None:
+        return {}
+    found = {writer: told[writer[1]][1] - step[1] for writer in writers if told.get(writer[1], ("", 0))[0] == step[0]}
+    return found if all(rank >= 0 for rank in found.values()) else {}
 
 
 def _are_replicas(numbers: dict[Writer, int]) -> bool:

@@ -80,3 +80,25 @@ def test_folders_of_ranks_are_one_incident(tmp_path: Path, place: str) -> None:
         path.write_text(STEPS + (OWN if rank == 2 else PEER))
     assert open_run(tmp_path).incidents == ()
     assert first_verdict(tmp_path).culprits == (2,)
+
+
+def of_pods(folder: Path, ranks: dict[int, int], silent: int) -> Verdict:
+    """Lines of pods whose ranks are told, and the death of a pod whose rank is not."""
+    lines = [f"[pod/fit-worker-{pod}/torch] [rank{rank}]: step {step}" for step in range(3) for pod, rank in ranks.items()]
+    died = ("Traceback (most recent call last):", '  File "/job/a.py", line 3, in f', "KeyError: 1")
+    lines += [f"[pod/fit-worker-{silent}/torch] {line}" for line in died]
+    (folder / "pods.log").write_text("\n".join(lines) + "\n")
+    return first_verdict(folder)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_a_pod_goes_on_with_the_numbers_of_the_others(tmp_path: Path, gap: int) -> None:
+    told = {rank + gap: rank for rank in (0, 1, 2)}
+    assert of_pods(tmp_path, told, 3 + gap).culprits == (3,)
+    assert of_pods(tmp_path, {pod: rank for pod, rank in told.items() if rank != 1}, 1 + gap).culprits == (1,)
+
+
+@pytest.mark.parametrize("told", [{0: 1, 1: 0}, {0: 0, 1: 8}, {0: 0}, {1: 0, 2: 1}])
+def test_pods_out_of_step_give_no_ranks(tmp_path: Path, told: dict[int, int]) -> None:
+    silent = 0 if 0 not in told else 3
+    assert of_pods(tmp_path, told, silent).culprits == ()
