@@ -111,7 +111,7 @@ class Loop:
         """The losses of a batch on this rank, and over all ranks, which is more than 0."""
         job, local = self.job, sum(count_of(self.job.loss, microbatch) for microbatch in batch.microbatches)
         copies = job.parallelized.mesh.world_size // job.parallelized.data_degree
-        count = batch.count if isinstance(job.loss, CrossEntropy | LossInModel) else None
+        count = batch.count if type(job.loss) in (CrossEntropy, LossInModel) else None
         if count is None:
             count = round(job.control.all_reduce_sum([float(local)])[0]) // copies
         if not count:

@@ -105,16 +105,25 @@ def is_launched_here() -> bool:
     return LAUNCHED in os.environ
 
 
+LAST_WORDS_S = 2.0
+
+
 def end_with_launcher(poll_s: float = 1.0) -> None:
     """Exit when the elastic agent is gone (killed, or interrupted twice), since nothing else would end this rank then."""
     launcher = os.getppid()
 
+    def say() -> None:
+        log.error("the launcher of this job (process %d) is gone: this rank ends", launcher)
+
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(poll_s)
-        log.error("the launcher of this job (process %d) is gone: this rank ends", launcher)
-        logging.shutdown()  # os._exit flushes nothing
-        os._exit(3)
+        try:
+            last_words = threading.Thread(target=say, daemon=True)  # whoever holds a handler's lock may wait for ever
+            last_words.start()
+            last_words.join(LAST_WORDS_S)
+        finally:
+            os._exit(3)
 
     threading.Thread(target=watch, name="titan-ckpt-launcher-watch", daemon=True).start()
 
