@@ -156,7 +156,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("eval adapter", 3, ("it is a PEFT adapter", "--merge-lora")),
     ("inspect tensors", 3, ("safetensors without the config.json",)),
     ("ls named", 3, ("checkpoints of torch in this folder", "checkpoint_1, checkpoint_2")),
-    ("prune of-torch --keep-last 1", 3, ("2 steps that torch or another library wrote (step-1 to step-2)", "by hand")),
+    ("prune of-torch --keep-last 1", 3, ("checkpoints of torch or another library (step-1, step-2)", "by hand")),
     ("ls runs/tiny -v -q", 2, ("--verbose has no effect with --quiet",)),
 ]
 

@@ -48,6 +48,18 @@ def test_the_command_says_so_before_it_plans(tmp_path: Path, capsys: pytest.Capt
     assert "is the run of another training job (OWNER.json and step 1 are there)" in capsys.readouterr().err
 
 
+def test_what_no_job_goes_on_from_may_be_written(tmp_path: Path) -> None:
+    """A step from an archive, older than the newest there; and one from the other tier of the run."""
+    one = trained(tmp_path / "one", 4)
+    cp(one, trained(tmp_path / "newer", 5))
+    assert steps_of(tmp_path / "newer") == [4, 5]
+    tier = trained(tmp_path / "tier", 3)
+    for folder in (one, tier):
+        Path(folder, "run-id.txt").write_text("ab12\n")
+    cp(one, tier)
+    assert steps_of(tmp_path / "tier") == [3, 4]
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_run_may_get_more_of_its_own_steps(writer: str, tmp_path: Path) -> None:
     """A copy of a run in which training went on, and one that no job has claimed."""

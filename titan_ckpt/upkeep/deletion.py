@@ -156,6 +156,15 @@ def _checkpoint(store: Store, info: CheckpointInfo, manifest: Manifest, *, url: 
     return Checkpoint(store=store, url=url or store.url, step=info.step, folder=folder, manifest=manifest)
 
 
+def _what_else(store: Store) -> str:
+    """What stands in a run that holds no checkpoint of ours."""
+    names = ", ".join(name for _, name in foreign_steps(store)[-3:])
+    others = (
+        f"only checkpoints of torch or another library ({names}), which titan-ckpt does not delete; delete them by hand"
+    )
+    return others if names else f"no checkpoint here{nearby(store.url) or '; check the URL'}"
+
+
 def plan_removal(
     store: Store, policy: RetentionPolicy, *, now_s: float, on_read: OnProgress = ignore_progress
 ) -> RemovalPlan:
@@ -166,12 +175,7 @@ def plan_removal(
     """
     infos = list_checkpoints(store)
     if not infos:
-        if foreign := foreign_steps(store):
-            what = f"{len(foreign)} steps that torch or another library wrote ({foreign[0][1]} to {foreign[-1][1]})"
-            raise NotCommittedError(
-                f"{store}: only {what}; only what titan-ckpt wrote is deleted. Delete these by hand"
-            )
-        raise NotCommittedError(f"{store}: no checkpoint here{nearby(store.url) or '; check the URL'}")
+        raise NotCommittedError(f"{store}: {_what_else(store)}")
     unmirrored = read_unmirrored(store)
     reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
     policy = replace(policy, pins=policy.pins | unmirrored)
@@ -183,8 +187,7 @@ def plan_removal(
         looked[info.step] = _with_index(store, _look(store, info))
         on_read(len(looked), len(infos))
     infos = [found.info for found in looked.values()]
-    files = _Files(store, looked)
-    ages = {}
+    files, ages = _Files(store, looked), dict[int, float]()
     if policy.is_incomplete:
         ages = {info.step: files.age_s(info, now_s) for info in infos if info.state == CheckpointState.PARTIAL}
     own = [found.info for found in looked.values() if not found.is_linked]
