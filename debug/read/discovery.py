@@ -56,10 +56,14 @@ class EvidenceFile:
 
     @property
     def last_number(self) -> int | None:
-        """The number that the name ends with, else that of the folder: torch's DebugInfoWriter puts the rank behind whatever
-        prefix it is given, and people collect dumps in a folder for each rank."""
-        folder = self.path.rpartition("/")[0].rpartition("/")[2]
-        match = _LAST_NUMBER.search(self.stem) or _NUMBER.fullmatch(folder)
+        """The number that the name ends with: torch's DebugInfoWriter puts the rank behind whatever prefix it is given."""
+        match = _LAST_NUMBER.search(self.stem)
+        return int(match[1]) if match else None
+
+    @property
+    def folder_number(self) -> int | None:
+        """The number that its folder is called: a rank, where people collect the dumps of each in a folder."""
+        match = _NUMBER.fullmatch(self.path.rpartition("/")[0].rpartition("/")[2])
         return int(match[1]) if match else None
 
 
@@ -123,11 +127,12 @@ def evidence_files(store: Store, folders: IncidentFolders) -> list[EvidenceFile]
                 continue
             found.append(evidence_file(entry.path, entry.size_bytes, entry.modified_s))
             if len(found) >= MAX_FILES:
-                return _newest(found)
-    return _newest(found)
+                return newest(found)
+    return newest(found)
 
 
-def _newest(files: list[EvidenceFile]) -> list[EvidenceFile]:
+def newest(files: list[EvidenceFile]) -> list[EvidenceFile]:
+    """The files without those of earlier attempts and of earlier starts of a container."""
     kept = newest_starts({file.path: file.modified_s for file in files})
     return _of_last_attempts([file for file in files if file.path in kept])
 

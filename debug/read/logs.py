@@ -17,6 +17,7 @@ from titan_ckpt.debug.incident.records import MAX_RANK, Exit, Launcher, LogEvent
 from titan_ckpt.debug.read.log_names.owners import Owners
 from titan_ckpt.debug.read.log_names.pids import note_hosts
 from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
 from titan_ckpt.debug.read.text.several_files import merge_logs, with_error_end
 from titan_ckpt.debug.read.text.streams import Stream, merged_log, values_of
@@ -108,6 +109,12 @@ def _num_ranks(logs: Sequence[RankLog]) -> int:
 # --------------------------------------------------------------------------------------------------------- endings
 
 
+def _lost_hosts(texts: Sequence[JobText]) -> set[str]:
+    """The hosts that a scheduler says are lost."""
+    notes = (note for text in texts for note in text.endings.notes if note.kind == EventKind.NODE_LOST)
+    return {host for note in notes for host in expanded(note.values.get("host", ""))}
+
+
 _KILLED = (
     -int(Signals.SIGKILL),
     128 + int(Signals.SIGKILL),
@@ -118,7 +125,7 @@ _KILLED = (
 def _exits(text: JobText, who: Owners, texts: Sequence[JobText]) -> list[Exit]:
     """The exits that a file tells of, one a rank: a table's (which has the time) rather than a line's. `texts`: all files."""
     told = text.endings.told
-    lost = {note.values.get("host", "") for note in text.endings.notes if note.kind == EventKind.NODE_LOST}
+    lost = _lost_hosts(texts)
     found: dict[int, Exit] = {}
     if text.endings.code is not None and text.default[0] in ("rank", "local") and not _goes_on(text):
         rank = who.rank(text.default)

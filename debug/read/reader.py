@@ -291,11 +291,16 @@ def _rank(evidence: RunEvidence, rank: int) -> RankEvidence:
 
 
 def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
-    rank = file.rank if file.rank is not None else file.last_number
+    named = file.rank if file.rank is not None else file.last_number
+    rank = file.folder_number if named is None else named
     if rank is None:
         raise ValueError("the file's name has no rank (expected rank_N or ..._rank_N)")
     file = replace(file, rank=rank)
     parsed = parse_dump(data, rank, evidence.interner)
+    if named is None and not any(rank in group.members for group in parsed.groups.values()):
+        raise ValueError(
+            f"the file's name has no rank (expected rank_N), and no group has rank {rank}, as its folder is called"
+        )
     record = _rank(evidence, rank)
     evidence.read_stems.add((rank, file.stem))
     _note_dump(evidence, file, parsed)

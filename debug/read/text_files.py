@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 
 from titan_ckpt.debug.incident.kinds import IN_LOG, FlagKind
 from titan_ckpt.debug.incident.records import MAX_RANK, TIMER, RankLog
 from titan_ckpt.debug.read.assemble import RankEvidence, RunEvidence
-from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, evidence_file, log_chunks
+from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, evidence_file, log_chunks, newest
 from titan_ckpt.debug.read.log_names.earlier_runs import forget_earlier_runs
 from titan_ckpt.debug.read.log_names.numbers import name_ranks, name_recorded
 from titan_ckpt.debug.read.log_names.pids import Pids, host_in
@@ -26,7 +27,7 @@ from titan_ckpt.debug.read.reports.ras import is_ras_text, read_ras_text
 from titan_ckpt.debug.read.reports.sections import sections
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.encodings import as_utf8
-from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_text
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText, read_lines, read_text
 from titan_ckpt.debug.read.text.nccl_calls import told_by
 from titan_ckpt.debug.read.text.prefixes import POD
 from titan_ckpt.debug.read.text.streams import Stream
@@ -115,12 +116,23 @@ def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
         take_report(evidence, read_gpu_state(data.decode("utf-8", "replace"), file.path))
     elif file.rank is not None and is_stacks(file, data):
         _take_stacks(evidence, file, data.decode("utf-8", "replace"))
-    elif parts := sections(data.decode("utf-8", "replace")):
-        for name, lines in parts:
-            part = evidence_file(f"{file.path}/{name}" if name else file.path, file.size_bytes, file.modified_s)
-            _take_log(evidence, part, [("\n".join(lines).encode(), False)])
-    else:
+    elif not _take_sections(evidence, file, data):
         _take_log(evidence, file, [(data, False)], is_manifest=b"apiVersion: kubeflow.org/" in head)
+
+
+def _take_sections(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> bool:
+    """The logs that one text holds, as files below it, of attempts the last alone; whether it holds several."""
+    if len(data) > STREAMED_BYTES or _is_no_log(evidence, file):
+        return False
+    parts = dict(sections(data.decode("utf-8", "replace")))
+    files = {
+        name: evidence_file(f"{file.path}/{name}" if name else file.path, len(data), file.modified_s) for name in parts
+    }
+    kept = {part.path for part in newest(list(files.values()))}
+    for name, lines in parts.items():
+        if files[name].path in kept:
+            _take_text(evidence, files[name], partial(read_lines, physical=lines))
+    return bool(parts)
 
 
 def take_progress(evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[bytes]) -> None:
@@ -206,9 +218,18 @@ def _take_log(
     evidence: RunEvidence, file: EvidenceFile, chunks: Iterable[tuple[bytes, bool]], *, is_manifest: bool = False
 ) -> None:
     """`is_manifest`: a job's description in YAML, whose status is evidence."""
+    if is_manifest or not _is_no_log(evidence, file):
+        _take_text(evidence, file, partial(read_text, chunks=chunks))
+
+
+def _is_no_log(evidence: RunEvidence, file: EvidenceFile) -> bool:
+    """Whether the name is that of a program or a page; where there are pages alone, logs may be pasted there."""
     name = file.path.rpartition("/")[2].lower()
-    if name.endswith(_NO_LOGS) and not (evidence.has_notes_only and name.endswith(NOTES)) and not is_manifest:
-        return
+    return name.endswith(_NO_LOGS) and not (evidence.has_notes_only and name.endswith(NOTES))
+
+
+def _take_text(evidence: RunEvidence, file: EvidenceFile, read: Callable[[JobText], JobText]) -> None:
+    name = file.path.rpartition("/")[2].lower()
     if file.rank is not None and evidence.recorded_ranks and file.rank >= evidence.recorded_ranks:
         return  # of an earlier, larger run
     text = JobText(
@@ -218,7 +239,7 @@ def _take_log(
         year=datetime.fromtimestamp(max(0.0, min(file.modified_s, 4e9)), UTC).year,
         of_run=OfRun(since_s=evidence.started_s - SLACK_S, until_s=evidence.until_s) if evidence.started_s else OfRun(),
     )
-    read_text(text, chunks)
+    read(text)
     if not text.num_lines and file.host_folder and "stderr" in name:
         text.writers[text.default] = Stream(source=file.path)  # which says that this rank wrote no error
     is_log = file.suffix in TEXT_ENDINGS or any(word in name for word in _LOG_WORDS if not name.endswith(NOTES))

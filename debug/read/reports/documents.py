@@ -20,6 +20,9 @@ from typing import Any
 from titan_ckpt.debug.read.reports.log_services import service_entries
 from titan_ckpt.debug.read.text.lines import TEXT_KEYS, TIME_KEYS
 
+_OF_DATA_SETS = ("text", "line", "event")  # whose lists of objects are no logs
+_TEXTS = (*(key for key in TEXT_KEYS if key not in _OF_DATA_SETS), "jsonPayload")
+
 
 def quoted_lines(value: Any) -> list[str] | None:
     """The lines that a document holds, the oldest first; None if it is none of these."""

@@ -11,13 +11,12 @@ program may write the like into its log.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
+from collections.abc import Iterable
+from itertools import pairwise
 
 from titan_ckpt.debug.read.text.prefixes import peel
 
 MOST_SECTIONS = 10_000
-MOST_PADDED = 200_000  # lines, up to which those of sections stand at their places in the whole text
 _ERRORS = ("Traceback (most recent", "atchdog", "Error: ", "NCCL WARN")
 
 _PATH = r"[\w.@%+=/~-]{1,200}"
@@ -25,7 +24,9 @@ _LOG = rf"{_PATH}\.(?:log|out|err|txt|stdout|stderr)"
 _OF_TAIL = re.compile(rf"==> ({_PATH}) <==")
 _RULER = re.compile(r":{14}|-{15,16}")
 _NAME = re.compile(rf"{_PATH}(?: \(\d+\))?")
-_OF_GREP = re.compile(rf"({_LOG})(?::\d{{1,9}}:|-\d{{1,9}}-|[:-])(.*)")
+_OF_GREP = re.compile(rf"({_LOG}):")
+_AROUND = re.compile(rf"({_LOG})-")
+_COUNTED = re.compile(r"^(\d{1,9})[:-]")
 _FENCE = re.compile(r"\s{0,3}(?:```+|~~~+)[\w-]{0,20}")
 _TAG = re.compile(r"</?(?:details|summary|b|strong|h\d|p|br) ?/?>")
 _DECORATION = "=#*~_<>`+-[]:. "
@@ -40,39 +41,27 @@ _KUBECTL = re.compile(
 )
 
 Section = tuple[
-    str, list[str]
-]  # the name of what it is of, and its lines; of a short text each at its place in the whole
+    str, list[tuple[int, str]]
+]  # the name of what it is of, and its lines with their numbers in the whole text
 
 
 def sections(text: str) -> list[Section]:
     """The logs that a text holds, by name; what is of none stands under "". [] where the text is one log."""
-    lines = text.split("\n")
+    lines = [line.rstrip("\r") for line in text.split("\n")]
     first = next((line.strip() for line in lines if line.strip()), "")
     if _OF_TAIL.fullmatch(first) or _RULER.fullmatch(first):
         named = _under_headings(lines)
-    elif _OF_GREP.match(first):
+    elif _OF_GREP.match(first) or _AROUND.match(first):
         named = _of_grep(lines)
     elif _heading(first) and not any(map(_FENCE.fullmatch, lines)):
         named = _under_own_headings(lines)
     else:
         named = _in_fences(lines)
     found: dict[str, list[tuple[int, str]]] = {}
-    for place, (name, line) in enumerate(named):
+    for number, (name, line) in enumerate(named, 1):
         if line is not None:
-            found.setdefault(name.lstrip("/.~"), []).append((place, line))
-    if not 1 < len(found.keys() | {""}) - 1 <= MOST_SECTIONS:
-        return []
-    is_short = sum(part[-1][0] for part in found.values()) <= MOST_PADDED
-    return [(name, [*_padded(part)] if is_short else [line for _, line in part]) for name, part in found.items()]
-
-
-def _padded(part: Sequence[tuple[int, str]]) -> Iterator[str]:
-    """The lines of a section, each at its place in the whole text."""
-    at = 0
-    for place, line in part:
-        yield from repeat("", place - at)
-        yield line
-        at = place + 1
+            found.setdefault(name.lstrip("/.~"), []).append((number, line))
+    return list(found.items()) if 1 < len(found.keys() | {""}) - 1 <= MOST_SECTIONS else []
 
 
 _Named = Iterable[tuple[str, str | None]]  # of each line of the text: whose it is, and its text; None: a heading
@@ -101,9 +90,33 @@ def _of_host(name: str) -> str:
 
 
 def _of_grep(lines: list[str]) -> _Named:
-    for line in lines:
-        match = _OF_GREP.match(line)
-        yield (match[1], match[2]) if match else ("", line)
+    """`FILE:text` is a match, `FILE-text` a line around one; with `-n` all have a number, too."""
+    found = {match[1] for line in lines if (match := _OF_GREP.match(line))}
+    names = {name for name in found if not any(name[: dash.start()] in found for dash in re.finditer("-", name))}
+    named = [_of_file(line, names) for line in lines]
+    is_numbered = _count_up(named)
+    return [(name, _COUNTED.sub("", line) if is_numbered and name else line) for name, line in named]
+
+
+def _of_file(line: str, names: set[str]) -> tuple[str, str]:
+    """Which file a line is of, and its text."""
+    for pattern in (_OF_GREP, _AROUND):
+        if (match := pattern.match(line)) and match[1] in names:
+            return match[1], line[match.end() :]
+    return "", line
+
+
+def _count_up(named: Iterable[tuple[str, str]]) -> bool:
+    """Whether the lines of each file begin with numbers that grow, as line numbers do, and hours or labels of ranks do not."""
+    last: dict[str, int] = {}
+    has_grown = False
+    for name, line in named:
+        match = _COUNTED.match(line) if name else None
+        if name and (match is None or int(match[1]) <= last.get(name, 0)):
+            return False
+        has_grown |= name in last
+        last |= {name: int(match[1])} if match else {}
+    return has_grown
 
 
 def _under_own_headings(lines: list[str]) -> _Named:

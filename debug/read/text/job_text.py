@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.read.text.direction import oldest_first
 from titan_ckpt.debug.read.text.endings import Endings
-from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, physical_lines, wrap_width
-from titan_ckpt.debug.read.text.messages import LANDMARKS
+from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, numbered, wrap_width
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
 from titan_ckpt.debug.read.text.streams import Stream
@@ -270,10 +269,15 @@ _GROUP = re.compile(r"\[PG (?:ID )?(\w{1,40}) (?:PG GUID [^\]]{0,80})?Rank \d{1,
 
 def read_text(text: JobText, chunks: Iterable[tuple[bytes, bool]]) -> JobText:
     """Read a file; of chunks marked True (the middle of a huge file) only what is near a landmark."""
+    return read_lines(text, numbered(chunks))
+
+
+def read_lines(text: JobText, physical: Iterable[tuple[int, str]]) -> JobText:
+    """Read the lines of a file, or of a part of one, with their numbers."""
     opener = Opener()
     sample: list[tuple[int, str]] = []
     is_sampled = False
-    lines, text.is_turned = oldest_first(_joined(_written(opener, _numbered(chunks)), opener))
+    lines, text.is_turned = oldest_first(_joined(_written(opener, physical), opener))
     for number, raw in lines:
         if is_sampled:
             text.take(number, peel(raw, text.weak, text.year))
@@ -336,65 +340,3 @@ def _joined(lines: Iterable[tuple[int, str]], opener: Opener) -> Iterator[tuple[
             yield number, line
     if held is not None:
         yield held
-
-
-def _numbered(chunks: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[int, str]]:
-    """Physical lines with their numbers in the file."""
-    number = 0
-    rest = b""
-    for chunk, is_middle in chunks:
-        data = rest + chunk
-        cut = data.rfind(b"\n") + 1
-        data, rest = data[:cut], data[cut:]
-        if is_middle:
-            for first, part in _windows(data):
-                for place, line in enumerate(physical_lines([part]), 1):
-                    yield number + first + place, line
-        else:
-            for place, line in enumerate(physical_lines([data]), 1):
-                yield number + place, line
-        number += data.count(b"\n")
-    for place, line in enumerate(physical_lines([rest]), 1):
-        yield number + place, line
-
-
-BEFORE, AFTER = 2, 60  # lines around a landmark
-
-
-def _windows(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Parts of `data` around landmarks, each with the number of lines before it."""
-    places = sorted({place for mark in LANDMARKS for place in _places(data, mark)})
-    end = counted = lines = 0
-    for place in places:
-        if place < end:
-            continue
-        start = place
-        for _ in range(BEFORE + 1):
-            start = data.rfind(b"\n", end, start)
-            if start < 0:
-                start = end - 1
-                break
-        start += 1
-        end = place
-        for _ in range(AFTER):
-            end = data.find(b"\n", end) + 1
-            if not end:
-                end = len(data)
-                break
-        lines += data.count(b"\n", counted, start)
-        counted = start
-        yield lines, data[start:end]
-
-
-MOST_PLACES = 20_000
-
-
-def _places(data: bytes, mark: bytes) -> Iterator[int]:
-    """Where a landmark stands: the first MOST_PLACES times, a line's only once."""
-    place = data.find(mark)
-    for _ in range(MOST_PLACES):
-        if place < 0:
-            return
-        yield place
-        line_end = data.find(b"\n", place)
-        place = data.find(mark, line_end) if line_end >= 0 else -1

@@ -33,6 +33,7 @@ TEXT_KEYS = (
     "log", "message", "msg", "textPayload", "MESSAGE", "text", "line", "event",
     "_raw", "@message", "_msg", "LogMessage", "LogEntry",
 )  # fmt: skip
+_OPENED = ("log", "message", "msg")  # of an object that is the text of an entry
 TIME_KEYS = (
     "time", "timestamp", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP", "_time", "TimeGenerated",
 )  # fmt: skip
@@ -61,6 +62,68 @@ def physical_lines(chunks: Iterable[bytes]) -> Iterator[str]:
             rest = rest[:MAX_LINE] + b" ... " + rest[-MAX_LINE:]
     if rest:
         yield rest.decode("utf-8", "replace")
+
+
+def numbered(chunks: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[int, str]]:
+    """Physical lines with their numbers in the file; of chunks marked True only those near a landmark."""
+    number = 0
+    rest = b""
+    for chunk, is_middle in chunks:
+        data = rest + chunk
+        cut = data.rfind(b"\n") + 1
+        data, rest = data[:cut], data[cut:]
+        if is_middle:
+            for first, part in _windows(data):
+                for place, line in enumerate(physical_lines([part]), 1):
+                    yield number + first + place, line
+        else:
+            for place, line in enumerate(physical_lines([data]), 1):
+                yield number + place, line
+        number += data.count(b"\n")
+    for place, line in enumerate(physical_lines([rest]), 1):
+        yield number + place, line
+
+
+BEFORE, AFTER = 2, 60  # lines around a landmark
+
+
+def _windows(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Parts of `data` around landmarks, each with the number of lines before it."""
+    places = sorted({place for mark in LANDMARKS for place in _places(data, mark)})
+    end = counted = lines = 0
+    for place in places:
+        if place < end:
+            continue
+        start = place
+        for _ in range(BEFORE + 1):
+            start = data.rfind(b"\n", end, start)
+            if start < 0:
+                start = end - 1
+                break
+        start += 1
+        end = place
+        for _ in range(AFTER):
+            end = data.find(b"\n", end) + 1
+            if not end:
+                end = len(data)
+                break
+        lines += data.count(b"\n", counted, start)
+        counted = start
+        yield lines, data[start:end]
+
+
+MOST_PLACES = 20_000
+
+
+def _places(data: bytes, mark: bytes) -> Iterator[int]:
+    """Where a landmark stands: the first MOST_PLACES times, a line's only once."""
+    place = data.find(mark)
+    for _ in range(MOST_PLACES):
+        if place < 0:
+            return
+        yield place
+        line_end = data.find(b"\n", place)
+        place = data.find(mark, line_end) if line_end >= 0 else -1
 
 
 @dataclass(slots=True)
@@ -139,9 +202,9 @@ def _from_entry(entry: Mapping[str, Any]) -> list[str]:
     text = _first(value, TEXT_KEYS)
     if text is None:
         return []
-    if text.startswith("{") and isinstance(inner := _parsed(text), dict) and _first(inner, TEXT_KEYS):
-        value = {**{key: found for key, found in value.items() if key not in TEXT_KEYS}, **_flat(inner)}
-        text = _first(value, TEXT_KEYS) or ""
+    if text.startswith("{") and isinstance(inner := _parsed(text), dict) and _first(inner, _OPENED):
+        value = {**_flat(inner), **{key: found for key, found in value.items() if key not in TEXT_KEYS}}
+        text = _first(inner, _OPENED) or ""
     rank, host, time = (_first(value, keys) for keys in (_RANK_KEYS, _HOST_KEYS, TIME_KEYS))
     prefix = f"{clock} " if (clock := _iso_time(time or "")) else ""
     if not rank and (own := _OWN_RANK.match(text)):

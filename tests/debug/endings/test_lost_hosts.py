@@ -62,6 +62,14 @@ def test_tasks_that_ended_for_a_lost_host_are_not_accused(
     found = top(tmp_path, steps + (told + ends if is_before else ends + told))
     assert (found.verdict, found.culprits) == ("INSUFFICIENT_DATA", ())
     assert "c2" in found.headline
+    (tmp_path / "controller.log").write_text(told)
+    assert top(tmp_path, steps + ends).culprits == ()
+
+
+@pytest.mark.parametrize("hosts", ["c1", "c[1-3]"])
+def test_tasks_of_the_lost_host_died_with_it(tmp_path: Path, hosts: str) -> None:
+    steps = "".join(f"{rank}: step {step} loss 2.0\n" for step in range(3) for rank in range(6))
+    assert top(tmp_path, steps + LOST["srun"].format(hosts) + SRUN_ENDS[0]).culprits == (0, 1, 2)
 
 
 def test_tasks_killed_on_the_only_host_are_the_dead(tmp_path: Path) -> None:
@@ -107,6 +115,21 @@ def test_the_silent_died_of_what_is_reported(tmp_path: Path, report: str, ranks:
     assert (found.verdict, found.subtype, found.culprits) == ("RANK_DIED", subtype, ranks)
     assert found.evidence[0].text in report
     assert found.evidence[0].rank is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "slurmctld: error: Nodes c99 not responding, setting DOWN\n",  # of any job
+        "[12.1] NVRM: Xid (PCI:0000:3b:00): 31, pid=4711, name=python, MMU Fault\n",  # a program's own access
+    ],
+)
+def test_other_reports_tell_nothing_of_the_silent(tmp_path: Path, report: str) -> None:
+    silent(tmp_path, 1, 2)
+    (tmp_path / "system.log").write_text(report)
+    assert first_verdict(tmp_path).culprits == ()
+    silent(tmp_path, 2)
+    assert first_verdict(tmp_path).verdict == "STUCK_ON_CPU"
 
 
 def test_a_failed_gpu_is_not_that_of_one_of_two(tmp_path: Path) -> None:

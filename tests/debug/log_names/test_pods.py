@@ -84,7 +84,9 @@ def test_folders_of_ranks_are_one_incident(tmp_path: Path, place: str) -> None:
 
 def of_pods(folder: Path, ranks: dict[int, int], silent: int) -> Verdict:
     """Lines of pods whose ranks are told, and the death of a pod whose rank is not."""
-    lines = [f"[pod/fit-worker-{pod}/torch] [rank{rank}]: step {step}" for step in range(3) for pod, rank in ranks.items()]
+    lines = [
+        f"[pod/fit-worker-{pod}/torch] [rank{rank}]: step {step}" for step in range(3) for pod, rank in ranks.items()
+    ]
     died = ("Traceback (most recent call last):", '  File "/job/a.py", line 3, in f', "KeyError: 1")
     lines += [f"[pod/fit-worker-{silent}/torch] {line}" for line in died]
     (folder / "pods.log").write_text("\n".join(lines) + "\n")

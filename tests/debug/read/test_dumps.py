@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle  # to write dumps as torch does
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,18 +157,26 @@ def test_dump_of_pending_operations_only_is_not_whole(tmp_path: Path) -> None:
     assert "RING_TRUNCATED" in {flag.flag for flag in run.flags}
 
 
+def in_folders(folder: Path, name: str, folders: Sequence[str]) -> None:
+    """Dumps of four ranks, of which the third left out the last operation, each in a folder of this name."""
+    for rank, place in enumerate(folders):
+        entries = [entry("2.9", seq, is_done=seq < 3) for seq in range(1, 3 if rank == 2 else 4)]
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+        found = {"version": "2.9", "entries": entries, "pg_config": config}
+        (folder / place).mkdir()
+        data = json.dumps(found).encode() if name.endswith("json") else pickle.dumps(found)
+        (folder / place / name).write_bytes(data)
+
+
 @pytest.mark.parametrize("name", ["nccl_trace", "trace.pickle", "dump.json"])
 def test_dumps_in_folders_named_by_ranks(name: str, tmp_path: Path) -> None:
-    for rank in range(4):
-        (tmp_path / f"{rank}").mkdir()
-        entries = [entry("2.9", seq, is_done=seq < 3) for seq in range(1, 3 if rank == 2 else 4)]
-        found = {
-            "version": "2.9",
-            "entries": entries,
-            "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}},
-        }
-        (tmp_path / f"{rank}" / name).write_bytes(
-            json.dumps(found).encode() if name.endswith("json") else pickle.dumps(found)
-        )
+    in_folders(tmp_path, name, ("0", "1", "2", "3"))
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == (VerdictKind.STUCK_ON_CPU, (2,))
+
+
+def test_a_folder_with_another_number_is_no_rank(tmp_path: Path) -> None:
+    in_folders(tmp_path, "nccl_trace", ("0", "1", "2", "48213"))
+    run = open_run(str(tmp_path))
+    assert run.world_size == 4
+    assert any("no group has rank 48213" in flag.text for flag in run.flags)

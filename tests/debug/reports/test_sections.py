@@ -60,15 +60,31 @@ def test_a_heading_names_a_host_or_a_pod(form: str) -> None:
     assert [name for name, _ in found] == [f"fit-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.parametrize("form", ["{}:{}", "{}:12:{}", "{}-12-{}", "{}-{}"])
-def test_the_file_of_each_line_that_grep_found(form: str, tmp_path: Path) -> None:
-    lines = [
-        form.format(f"logs/rank_{rank}.log", line)
-        for rank in range(4)
-        for line in (*STEPS, *(TRACEBACK if rank == 2 else ()))
-    ]
-    top = judged(tmp_path, "\n".join([lines[0], "--", *lines[1:]]))
+def found_by_grep(form: str, *, with_context: bool) -> list[str]:
+    """What grep shows of four logs: matches, and the lines around them."""
+    lines = []
+    for rank in range(4):
+        for number, line in enumerate((*STEPS, *(TRACEBACK if rank == 2 else ())), 7):
+            said = form.format(f"logs/rank_{rank}.log", number, line)
+            is_around = with_context and ("rror" not in line and number > 7)
+            lines.append(said.replace(".log:", ".log-").replace(f"-{number}:", f"-{number}-") if is_around else said)
+        lines.append("--")
+    return lines
+
+
+@pytest.mark.parametrize("form", ["{0}:{2}", "{0}:{1}:{2}"])
+@pytest.mark.parametrize("with_context", [False, True])
+def test_the_file_of_each_line_that_grep_found(form: str, with_context: bool, tmp_path: Path) -> None:
+    top = judged(tmp_path, "\n".join(found_by_grep(form, with_context=with_context)))
     assert (top.verdict, top.culprits, top.file) == (VerdictKind.RANK_DIED, (2,), "/job/a.py")
+
+
+@pytest.mark.parametrize("line", ["2026-11-28 10:00:01 step 1", "10:00:01 step 1", "3: step 1", "12 steps"])
+def test_grep_takes_nothing_of_a_line(line: str) -> None:
+    text = "".join(f"rank_{rank}.log:{line}\nrank_{rank}.log-{line}\n" for rank in range(2))
+    assert {said for name, part in sections(text) if name for _, said in part} == {line}
+    names = {name for name, _ in sections(f"a.log:x\nb.log:y\na.log-12-model.out: {line}\n")}
+    assert names == {"a.log", "b.log", ""}
 
 
 def test_lines_that_tail_follows_come_back_to_their_file(tmp_path: Path) -> None:
@@ -102,12 +118,33 @@ def test_what_follows_another_command_is_of_no_file() -> None:
     text = (
         "".join(f"{prompt}cat rank_{rank}.log\nstep 1\n" for rank in range(2)) + f"{prompt}dmesg\nKilled process 12\n"
     )
-    assert dict(sections(text))[""][-2:] == ["Killed process 12", ""]
+    for said in (text, text.replace("\n", "\r\n")):
+        assert dict(sections(said))[""] == [(6, "Killed process 12"), (7, "")]
 
 
 def test_prose_around_fences_is_of_nobody() -> None:
     text = "It hangs. Rank 0 says:\n\n```\nstep 1\n```\n\nand rank 1:\n```text\nstep 2\n```\nWhy?\n"
     assert not sections(text)  # neither line is a heading
     found = dict(sections(text.replace("It hangs. Rank 0 says", "Rank 0").replace("and rank", "rank")))
-    assert [part for part in found["rank_1.log"] if part] == ["step 2"]
-    assert "Why?" in found[""]
+    assert found["rank_1.log"] == [(9, "step 2")]
+    assert (11, "Why?") in found[""]
+    assert (
+        dict(
+            sections(text.replace("It hangs. Rank 0 says", "Rank 0").replace("and rank", "rank").replace("\n", "\r\n"))
+        )
+        == found
+    )
+
+
+def test_an_earlier_attempt_in_a_text_is_history(tmp_path: Path) -> None:
+    parts = [f"==> x/attempt_{attempt}/{rank}/stderr.log <==\nstep 1\nstep 2" for attempt in (0, 1) for rank in (0, 1)]
+    parts[1] += "\n" + "\n".join(TRACEBACK)
+    assert judged(tmp_path, "\n".join(parts)).culprits == ()
+
+
+def test_a_page_beside_logs_is_no_log(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}.log").write_text("\n".join(STEPS) + "\n")
+    text = written(HEADINGS["summary"])
+    assert judged(tmp_path, text, "README.md").culprits == ()
+    assert judged(tmp_path, text, "notes.txt").culprits == (2,)

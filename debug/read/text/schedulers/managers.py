@@ -130,7 +130,7 @@ class Managers:
     def launcher(self, text: str, _line: Line) -> Iterator[Said]:
         """A rank of ours that ended because its launcher did."""
         if _LAUNCHER_GONE.search(text):
-            yield Said(kind=EventKind.CANCELLED)
+            yield Said(kind=EventKind.CANCELLED, values={"cause": "launcher"})
 
     def lsf(self, text: str, _line: Line) -> Iterator[Said]:
         """The reason in a job's report."""
