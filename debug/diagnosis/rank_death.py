@@ -267,7 +267,7 @@ def _aborted_on_cpu(record: RankRecord) -> Situation | None:
 # is set aside, 92 counts corrected errors (NVIDIA's "XID Errors").
 HARMLESS_XIDS = ("45", "63", "64", "92")
 # What a program's own memory access on the GPU makes: a graphics engine exception, a page fault, a reset of the channel.
-_XIDS_OF_PROGRAMS = ("13", "31", "43")
+XIDS_OF_PROGRAMS = ("13", "31", "43")
 _REPORTS = (EventKind.KILLED, EventKind.DEVICE_ERROR, EventKind.NODE_LOST)
 
 
@@ -279,7 +279,7 @@ def _reported(record: RankRecord) -> Situation | None:
     if event is None:
         return None
     detail = Subtype.DEVICE if event.kind == EventKind.DEVICE_ERROR else Subtype.HOST
-    is_program = event.values.get("xid") in _XIDS_OF_PROGRAMS
+    is_program = event.values.get("xid") in XIDS_OF_PROGRAMS
     detail = Subtype.PYTHON_EXCEPTION if is_program else detail
     if event.kind == EventKind.KILLED:
         detail = Subtype.OOM if event.values.get("cause") == "oom" else Subtype.SIGNAL

@@ -53,8 +53,8 @@ def _why(top: Verdict) -> list[str]:
     if len(top.evidence) <= MAX_EVIDENCE:
         return [fact(item) for item in top.evidence]
     named = top.culprits or top.suspects
-    first = sorted(top.evidence, key=lambda item: item.rank not in named)[:MAX_EVIDENCE]
-    shown = [fact(item) for item in top.evidence if item in first]
+    places = sorted(range(len(top.evidence)), key=lambda place: top.evidence[place].rank not in named)[:MAX_EVIDENCE]
+    shown = [fact(top.evidence[place]) for place in sorted(places)]
     return [*shown, f"and {len(top.evidence) - len(shown)} more: see --json"]
 
 

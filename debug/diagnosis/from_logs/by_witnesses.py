@@ -21,6 +21,7 @@ from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_in_parts
 from titan_ckpt.debug.diagnosis.rank_death import (
     HARMLESS_XIDS,
+    XIDS_OF_PROGRAMS,
     is_absent,
     is_interrupt,
     logged_on,
@@ -217,10 +218,11 @@ class _Suspicion:
 
 
 def _told_loss(run: Run, num_suspects: int) -> LogEvent | None:
-    """What a scheduler says of a lost host, or a driver of a GPU, that nothing places: who alone fell silent was there."""
+    """What srun says of a lost host of the job, or a driver of a GPU, that nothing places: who alone fell silent was there."""
     for event in (event for event in faults(run) if event.rank < 0):
-        is_fatal = event.kind == EventKind.DEVICE_ERROR and event.values.get("xid", "") not in HARMLESS_XIDS
-        if (event.kind == EventKind.NODE_LOST and "host" in event.values) or (is_fatal and num_suspects == 1):
+        is_fatal = event.values.get("xid") not in (*HARMLESS_XIDS, *XIDS_OF_PROGRAMS)
+        is_of_gpu = event.kind == EventKind.DEVICE_ERROR and is_fatal and num_suspects == 1
+        if (event.kind == EventKind.NODE_LOST and "srun: error: " in event.text) or is_of_gpu:
             return event
     return None
 

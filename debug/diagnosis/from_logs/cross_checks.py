@@ -14,7 +14,7 @@ from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, LogEvent, RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -59,14 +59,18 @@ def _went_past(run: Run, verdict: Verdict) -> bool:
     )
 
 
-LAUNCHER_GONE = "the launcher of this job"  # as our trainer says it
-
-
 def ended_with_launcher(run: Run, verdict: Verdict) -> bool:
-    """Whether a rank says that its launcher was gone: then all ranks ended for that, and it is inferred of one that it died."""
+    """Whether a rank says last of all that its launcher was gone: then all ranks ended for that, and it is inferred of one that
+    it died."""
     events = run.job_log.events if run.job_log is not None else ()
     is_inferred = verdict.verdict == VerdictKind.RANK_DIED and verdict.confidence < RECORDED
-    return is_inferred and any(e.kind == EventKind.CANCELLED and LAUNCHER_GONE in e.text for e in events)
+    return is_inferred and any(event.values.get("cause") == "launcher" and _is_last(run, event) for event in events)
+
+
+def _is_last(run: Run, event: LogEvent) -> bool:
+    """Whether nothing follows in the log: ranks that are started again write into the same one."""
+    logs = (record.log for record in run.ranks.values())
+    return all(log.tail_line <= event.line for log in logs if log is not None and log.source == event.source)
 
 
 def _waited_too(run: Run, verdict: Verdict) -> bool:
