@@ -59,3 +59,15 @@ def test_a_curve_of_nothing_but_nan_says_so() -> None:
     assert [line.text.strip() for line in panel_rows(title, [curve], {}, 2.0, 60, 2)] == [
         "loss   step 2: nan   nan at step 1 (and 1 more)", "no values",
     ]  # fmt: skip
+
+
+def test_a_label_of_the_axis_stands_above_the_mark_of_its_step() -> None:
+    for last in (6, 400):
+        steps = np.arange(1.0, last + 1)
+        curve = Curve(steps=steps, values=steps, role=Role.PLAIN)
+        *_, axis, _ = panel_rows("loss", [curve], {"s": steps.tolist()}, None, 130, 5)
+        labels = axis.text.split()
+        assert len(labels) == 5
+        for label in labels[:-1]:  # the last one ends at the edge
+            alone = [*panel_rows("loss", [curve], {"s": [float(label)]}, None, 130, 5)][-1]
+            assert alone.text.index("s") == axis.text.index(f" {label}") + 1
