@@ -133,11 +133,12 @@ def _spans(lines: Sequence[Sequence[int]], roles: Sequence[Role], spot: int) -> 
 
 
 def _axis(columns: int, over: Range) -> str:
-    """Steps at each quarter, each above its column; the last one ends at the right edge."""
+    """A whole step near each quarter, its first digit in the step's column; the last one ends at the right edge."""
     text = number(over[0])
     for part in range(1, 5):
-        name = number(round(over[0] + (over[1] - over[0]) * part / 4))
-        start = columns * part // 4 - (len(name) if part == 4 else 0)
+        step = round(over[0] + (over[1] - over[0]) * part / 4)
+        name = number(step)
+        start = columns - len(name) if part == 4 else column_of(step, columns, over)
         if over[1] > over[0] and start > len(text) + 1:
             text = f"{text:<{start}}{name}"
     return text
