@@ -94,6 +94,8 @@ def _of_grep(lines: list[str]) -> _Named:
     found = {match[1] for line in lines if (match := _OF_GREP.match(line))}
     names = {name for name in found if not any(name[: dash.start()] in found for dash in re.finditer("-", name))}
     named = [_of_file(line, names) for line in lines]
+    if sum(not name and line not in ("", "--") for name, line in named) > len(named) // 20:
+        return []  # a program that tells of files
     is_numbered = _count_up(named)
     return [(name, _COUNTED.sub("", line) if is_numbered and name else line) for name, line in named]
 

@@ -104,6 +104,7 @@ NO_SECTIONS = {
     ),
     "one section": f"==> job.log <==\n{STEPS[0]}\n",
     "a heading below other lines": "start\n" + written(HEADINGS["ruled"]),
+    "a program that tells of files": "shard_0.txt: ok\nshard_1.txt: ok\n" + "\n".join(STEPS),
     "times": "12:30:\nstep 1\n12:31:\nstep 2",
 }
 
