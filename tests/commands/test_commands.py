@@ -172,6 +172,15 @@ def test_verify_prints_whole_or_names_the_damage(run: str, capsys: pytest.Captur
     assert (code, facts["is_ok"], facts["problems"][0]["fqn"]) == (1, False, "model.w")
 
 
+def test_verify_tells_a_file_that_is_cut_off_once(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(Path(run, "step-00000030").glob("a-*/*.distcp"))
+    path.write_bytes(path.read_bytes()[:100])
+    code, out, _ = call(capsys, "verify", "--data", run)
+    assert (code, len(out.splitlines())) == (1, 5)
+    assert f"{path.name}: has 100 bytes, expected" in out.splitlines()[1]
+    assert "more problems; --json lists all" in out.splitlines()[-1]
+
+
 def test_diff_lists_differences_and_their_size(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call_json(capsys, "diff", run, run) == (0, {
         "a": f"{run}@30", "b": f"{run}@30", "is_equal": True, "equal": 4, "unknown": [], "differences": [],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 
 from titan_ckpt.check.mend import mend_metadata
+from titan_ckpt.check.scan import Problem
 from titan_ckpt.check.verify import Report, examine, newest_committed
 from titan_ckpt.console.command import Command, add_json_flag
 from titan_ckpt.console.escapes import escape_line
@@ -16,7 +18,8 @@ from titan_ckpt.format.names import step_folder
 from titan_ckpt.location import Location, parse_location
 from titan_ckpt.store.open import open_store
 
-MAX_PROBLEMS_SHOWN = 50
+MAX_PROBLEMS_SHOWN = 50  # lines
+MAX_PROBLEMS_OF_FILE = 3
 
 
 EPILOG = """\
@@ -85,15 +88,24 @@ def _text(name: str, report: Report, read_bytes: int | None, seconds: float) -> 
         return "\n".join([f"{name}: no damage found, but not everything could be checked ({how})", *_unchecked(report)])
     if not problems:
         return f"{name}: whole ({how})"
-    more = (
-        [f"... and {len(problems) - MAX_PROBLEMS_SHOWN} more; --json lists all"]
-        if len(problems) > MAX_PROBLEMS_SHOWN
-        else []
-    )
-    shown = [f"  {escape_line(str(problem))}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
-    return "\n".join(
-        [f"{name}: DAMAGED, {len(problems)} problem{'s' if len(problems) > 1 else ''} ({how})", *shown, *more]
-    )
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return "\n".join([f"{name}: DAMAGED, {count} ({how})", *_up_to_most(list(_by_file(problems)))])
+
+
+def _by_file(problems: Sequence[Problem]) -> Iterator[str]:
+    """The first problems of each file: a file that is cut off has one of every tensor in it."""
+    files: dict[str, list[Problem]] = {}
+    for problem in problems:
+        files.setdefault(problem.path, []).append(problem)
+    for path, found in files.items():
+        yield from (f"  {escape_line(str(problem))}" for problem in found[:MAX_PROBLEMS_OF_FILE])
+        if len(found) > MAX_PROBLEMS_OF_FILE:
+            yield f"  {escape_line(path)}: and {len(found) - MAX_PROBLEMS_OF_FILE} more problems; --json lists all"
+
+
+def _up_to_most(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_PROBLEMS_SHOWN
+    return [*lines[:MAX_PROBLEMS_SHOWN], *([f"  ... and {more} more; --json lists all"] if more > 0 else [])]
 
 
 def _unchecked(report: Report) -> list[str]:
@@ -102,12 +114,7 @@ def _unchecked(report: Report) -> list[str]:
     for file in (file for file in report.files if file.checked_by is None):
         count = f" ({len(file.unchecked)} tensors)" if file.unchecked else ""
         lines.append(f"  {file.path}: no digest{count}")
-    more = (
-        [f"  ... and {len(lines) - MAX_PROBLEMS_SHOWN} more; --json lists all"]
-        if len(lines) > MAX_PROBLEMS_SHOWN
-        else []
-    )
-    return lines[:MAX_PROBLEMS_SHOWN] + more
+    return _up_to_most(lines)
 
 
 VERIFY = Command(configure=configure, run=run)
