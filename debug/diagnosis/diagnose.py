@@ -11,7 +11,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.ends import all_left_gone
 from titan_ckpt.debug.diagnosis.from_logs.at_the_start import at_the_start
 from titan_ckpt.debug.diagnosis.from_logs.by_witnesses import by_witnesses, elsewhere, sizes_in_logs
-from titan_ckpt.debug.diagnosis.from_logs.cross_checks import ended_with_launcher, is_contradicted
+from titan_ckpt.debug.diagnosis.from_logs.cross_checks import ended_with_launcher, has_lost_launcher, is_contradicted
 from titan_ckpt.debug.diagnosis.from_logs.earliest import in_order
 from titan_ckpt.debug.diagnosis.from_logs.exit_codes import by_exit_codes
 from titan_ckpt.debug.diagnosis.from_logs.gave_up import without_waiters
@@ -103,6 +103,8 @@ def _diagnose(run: Run) -> list[Verdict]:
         ranked = [of_one_look(ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
         ranked = [ended_in_wait(pace, ranked[0]) if pace.is_long_for_told else running(pace, ranked[0])]
+    if ranked[0].verdict == VerdictKind.RUNNING and has_lost_launcher(run):
+        ranked = [undecided(run, edges, states)]
     ranked[0] = with_told_chain(run, edges, ranked[0])
     return [_with_step(run, _as_ended(run, verdict)) for verdict in ranked[:MAX_VERDICTS]]
 

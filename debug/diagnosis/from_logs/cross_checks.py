@@ -59,12 +59,15 @@ def _went_past(run: Run, verdict: Verdict) -> bool:
     )
 
 
-def ended_with_launcher(run: Run, verdict: Verdict) -> bool:
-    """Whether a rank says last of all that its launcher was gone: then all ranks ended for that, and it is inferred of one that
-    it died."""
+def has_lost_launcher(run: Run) -> bool:
+    """Whether a rank says last of all that its launcher was gone: then all ranks ended for that."""
     events = run.job_log.events if run.job_log is not None else ()
-    is_inferred = verdict.verdict == VerdictKind.RANK_DIED and verdict.confidence < RECORDED
-    return is_inferred and any(event.values.get("cause") == "launcher" and _is_last(run, event) for event in events)
+    return any(event.values.get("cause") == "launcher" and _is_last(run, event) for event in events)
+
+
+def ended_with_launcher(run: Run, verdict: Verdict) -> bool:
+    """Whether it is only inferred of a rank that it died, and all ended with their launcher."""
+    return verdict.verdict == VerdictKind.RANK_DIED and verdict.confidence < RECORDED and has_lost_launcher(run)
 
 
 def _is_last(run: Run, event: LogEvent) -> bool:
