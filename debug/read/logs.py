@@ -115,11 +115,8 @@ def _lost_hosts(texts: Sequence[JobText]) -> set[str]:
     return {host for note in notes for host in expanded(note.values.get("host", ""))}
 
 
-_KILLED = (
-    -int(Signals.SIGKILL),
-    128 + int(Signals.SIGKILL),
-    128 + int(Signals.SIGTERM),
-)  # as srun ends the other tasks
+# How srun ends the other tasks.
+_KILLED = (-int(Signals.SIGKILL), 128 + int(Signals.SIGKILL), 128 + int(Signals.SIGTERM))
 
 
 def _exits(text: JobText, who: Owners, texts: Sequence[JobText]) -> list[Exit]:

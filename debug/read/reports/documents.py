@@ -163,9 +163,7 @@ def _inside(value: Any, key: str) -> Mapping[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and any(
-        isinstance(entry.get(key), str | dict) for key in (*TEXT_KEYS, "jsonPayload")
-    )
+    return isinstance(entry, dict) and any(isinstance(entry.get(key), str | dict) for key in _TEXTS)
 
 
 def _time(entry: Mapping[str, Any]) -> tuple[float, str]:

@@ -51,6 +51,7 @@ def _of_attributes(one: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _of_table(one: Mapping[str, Any]) -> Iterator[Entry]:
+    """The rows by the names of the columns; a damaged row may be shorter, and keeps what it has."""
     names = [str(column.get("name")) for column in _list(one.get("columns")) if isinstance(column, dict)]
     yield from (dict(zip(names, row, strict=False)) for row in _list(one.get("rows")) if isinstance(row, list))
 

@@ -40,9 +40,8 @@ _KUBECTL = re.compile(
     r"[^$#%>]{0,100}[$#%>] ?(?:kubectl|oc) logs(?: -\S+(?: [^-\s]\S*)?)* (?:pod/)?(\w[\w.-]{0,200})(?: -\S+(?: [^-\s]\S*)?)*"
 )
 
-Section = tuple[
-    str, list[tuple[int, str]]
-]  # the name of what it is of, and its lines with their numbers in the whole text
+# The name of what it is of, and its lines with their numbers in the whole text.
+Section = tuple[str, list[tuple[int, str]]]
 
 
 def sections(text: str) -> list[Section]:

@@ -228,7 +228,16 @@ def test_answers_of_log_services_are_logs(service: str, name: str, tmp_path: Pat
     assert (top.verdict, top.culprits, top.file, top.line) == (VerdictKind.RANK_DIED, (3,), "/job/a.py", 3)
 
 
-@pytest.mark.parametrize("told", [{"data": 1}, {"data": {"result": [1]}}, {"hits": {"hits": [[]]}}, {"results": [[1]]}])
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"data": 1},
+        {"data": {"result": [1]}},
+        {"hits": {"hits": [[]]}},
+        {"results": [[1]]},
+        [{"text": "a"}, {"text": "b"}],
+    ],
+)
 def test_an_answer_without_lines_is_no_log(told: object, tmp_path: Path) -> None:
     (tmp_path / "query.json").write_text(json.dumps(told))
     with pytest.raises(NotFoundError, match="no dump, stack, black box or log"):
