@@ -235,7 +235,7 @@ def test_answers_of_log_services_are_logs(service: str, name: str, tmp_path: Pat
         {"data": {"result": [1]}},
         {"hits": {"hits": [[]]}},
         {"results": [[1]]},
-        [{"text": "a"}, {"text": "b"}],
+        [{"text": "\n".join(TRACEBACK)}] * 2,
     ],
 )
 def test_an_answer_without_lines_is_no_log(told: object, tmp_path: Path) -> None:
