@@ -17,7 +17,7 @@ from textual.widgets import ContentSwitcher, Input
 
 from titan_ckpt.location import redact
 from titan_ckpt.tui import tasks, themes
-from titan_ckpt.tui.bars import KeyBar, TabBar, VerdictBar, paint_bars
+from titan_ckpt.tui.bars import TabBar, VerdictBar, paint_bars
 from titan_ckpt.tui.commands import Jumps, Palette, system_commands
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.editor import open_in_editor
@@ -32,6 +32,7 @@ from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.session.loading import SessionLoader
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.terminal import has_shell
+from titan_ckpt.tui.widgets.key_bar import KeyBar
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.looks import AsciiFilter, ColourlessFilter, is_ascii_terminal
 from titan_ckpt.tui.widgets.pane import Pane
@@ -324,10 +325,7 @@ class TitanApp(App[None]):
     def action_edit(self) -> None:
         """Open the line of code under the cursor, or the line of a log."""
         place = self.pane.place_to_edit()
-        if place is None:
-            self.show_status("no line of code here")
-        else:
-            self.show_status(open_in_editor(self, *place))
+        self.show_status("no line of code here" if place is None else open_in_editor(self, *place))
 
     def action_export(self) -> None:
         incident = self.session.incident.value

@@ -7,12 +7,15 @@ carries the same meaning, so the screens can be read without colour.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Protocol, TypeAlias
 
+from rich.cells import cell_len
+
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.location import redact_text
 
 
@@ -188,22 +191,6 @@ def without_secrets(row: Row) -> Row:
     return replace(row, spans=spans)
 
 
-def ranks_text(ranks: Sequence[int], limit: int = 12) -> str:
-    """Format ranks as ranges.
-
-    >>> ranks_text([0, 1, 2, 5, 7, 8]), ranks_text(range(0, 100, 2), limit=3)
-    ('0-2,5,7-8', '0,2,4,... (50 ranks)')
-    """
-    spans: list[tuple[int, int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    shown = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:limit])
-    return shown if len(spans) <= limit else f"{shown},... ({len(ranks)} ranks)"
-
-
 def without_number(text: str, rest: str) -> str:
     """`text` before a cut, `rest` after it: without the number or sizes through which the cut goes.
 
@@ -229,12 +216,21 @@ def truncate(text: str, width: int) -> str:
 
 
 def fitted(text: str, width: int) -> str:
-    """`text`, cut or filled up to `width` characters.
+    """`text`, cut or filled up to `width` cells of a terminal: a wide character takes two.
 
-    >>> fitted("a long line", 6), fitted("short", 6)
-    ('a lon…', 'short ')
+    >>> fitted("a long line", 6), fitted("short", 6), fitted("日本語", 5)
+    ('a lon…', 'short ', '日…  ')
     """
-    return piece(f"{truncate(text, width):<{width}}", f"{shown(text):<{width}}")
+    text = clean(text)
+    return piece(in_cells(truncate, text, width), in_cells(truncate, shown(text), max(width, cell_len(shown(text)))))
+
+
+def in_cells(cut: Callable[[str, int], str], text: str, width: int) -> str:
+    """`text`, cut by `cut` or filled up to `width` cells."""
+    length = width
+    while cell_len(made := cut(text, length)) > width:
+        length -= 1
+    return made + " " * (width - cell_len(made))
 
 
 def ranks_named(ranks: Sequence[int], limit: int = 12) -> str:

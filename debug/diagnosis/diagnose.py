@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from signal import SIGABRT
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.advice import of_ended
 from titan_ckpt.debug.diagnosis.align import Lane, lanes
 from titan_ckpt.debug.diagnosis.ends import all_left_gone
@@ -106,7 +108,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     if ranked[0].verdict == VerdictKind.RUNNING and has_lost_launcher(run):
         ranked = [undecided(run, edges, states)]
     ranked[0] = with_told_chain(run, edges, ranked[0])
-    return [_with_step(run, _as_ended(run, verdict)) for verdict in ranked[:MAX_VERDICTS]]
+    return [_with_group(run, _with_step(run, _as_ended(run, verdict))) for verdict in ranked[:MAX_VERDICTS]]
 
 
 def _without_fault(
@@ -338,3 +340,14 @@ def _with_step(run: Run, verdict: Verdict) -> Verdict:
         return verdict
     ranks = verdict.culprits or tuple(run.ranks)[:1]
     return replace(verdict, step=run.step_of(ranks[0]) if ranks else None)
+
+
+def _with_group(run: Run, verdict: Verdict) -> Verdict:
+    """With the ranks of the group in the headline, where several groups, such as those of one axis of a mesh, have its name."""
+    named = {group.members for group in run.groups if verdict.group and str(group) == verdict.group and group.members}
+    ranks = set(verdict.culprits or verdict.suspects or verdict.victims)
+    its = [members for members in named if ranks & set(members)]
+    if len(named) < 2 or len(its) != 1:
+        return verdict
+    pattern, whose = rf"#\d+ of group {re.escape(verdict.group or '')}(?![\w.])", f" of ranks {ranks_text(its[0], 4)}"
+    return replace(verdict, headline=re.sub(pattern, lambda found: found[0] + whose, verdict.headline, count=1))

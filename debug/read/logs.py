@@ -289,10 +289,12 @@ def _raising_rank(logs: JobLogs) -> int:
 
 
 def _is_uncaught(job: RankLog, event: LogEvent) -> bool:
-    """Whether it is an error of the program's own that no log record announced: a traceback, or a type after the last step."""
-    is_alone = "alone" in event.values and event.line > job.last_step_line
-    is_own = event.kind in (EventKind.EXCEPTION, EventKind.OOM) and (event.frame is not None or is_alone)
-    return is_own and "announced" not in event.values and "handled" not in event.values
+    """Whether it is an error of the program's own: a traceback, or after the last step a type alone, or a traceback that a log
+    record announced: who logs an error and goes on makes further steps."""
+    is_late = event.line > job.last_step_line
+    is_own = event.kind in (EventKind.EXCEPTION, EventKind.OOM) and (event.frame is not None or is_late)
+    is_shown = is_late or not {"alone", "announced"} & event.values.keys()
+    return is_own and is_shown and "handled" not in event.values
 
 
 def _with_meant_ranks(who: Owners, logs: JobLogs) -> JobLogs:

@@ -70,6 +70,23 @@ def test_an_entry_that_cannot_be_used_is_named(site: Path, package: str, entry: 
         load_extension("mine")
 
 
+@pytest.mark.parametrize("name", ["losss", "train_stp", "metric", "modell"])
+def test_a_misspelt_name_beside_right_ones_is_refused(tmp_path: Path, name: str) -> None:
+    module = tmp_path / "misspelt.py"
+    module.write_text(f"from titan_ckpt.trainer import *\nhooks = Hooks()\n{name} = Hooks()\n")
+    with pytest.raises(
+        ConfigError, match=f"misspelt.py: defines {name}, which the trainer does not read; did you mean"
+    ):
+        load_extension(str(module))
+
+
+def test_names_that_only_resemble_are_let_alone(tmp_path: Path) -> None:
+    module = tmp_path / "resembling.py"
+    text = "from titan_ckpt.trainer import *\nfrom torch import optim\nhooks = Hooks()\nlosses = [1.0]\n_models = 2\n"
+    module.write_text(text)
+    assert load_extension(str(module)).hooks is not None
+
+
 def test_two_packages_with_one_name_are_refused(site: Path) -> None:
     for package in ("first_package", "second_package"):
         _install(site, package, f"same-name = {package}.parts", GOOD)

@@ -146,6 +146,10 @@ def test_values_that_make_no_sense_together_are_refused(sets: list[str], expecte
             "save.mirror: 's3://b/mir?***': a run's URL has no query",
         ),
         (["export.url=s3:/bucket"], "export.url: s3:/bucket: did you mean s3://bucket?"),
+        (
+            ["model.head_dim=15"],
+            "model: heads of 15 elements are odd, and positions turn pairs; change dim or head_dim",
+        ),
     ],
 )
 def test_absurd_values_are_refused_with_their_limit(sets: list[str], expected: str) -> None:
@@ -188,6 +192,17 @@ def test_a_bad_mirror_is_refused_before_anything_is_made(tmp_path: Path, capsys:
         assert main(["train", TINY, *(part for text in sets for part in ("--set", text))]) == 2
         assert "Zx9Q" not in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "adapter_config.json", ".metadata"])
+def test_a_folder_of_another_program_is_left_alone(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / name).write_text("{}")
+    assert main(["train", DEBUG_CONFIG, "--set", f"save.url={tmp_path / 'theirs'}"]) == 2
+    assert f"holds {name} of another program and no run; give the run a folder of its own" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.rglob("*")] == ["theirs", name]
 
 
 def test_circular_base_is_refused(tmp_path: Path) -> None:

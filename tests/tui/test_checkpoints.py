@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -321,6 +322,18 @@ async def test_a_step_without_its_data_is_damaged_unasked(tmp_path: Path, size: 
         await settled(app, pilot)
         assert "newest committed: step 10" in screen_text(app)
         assert "20  damaged" in await press(app, pilot, "7")
+
+
+async def test_damage_to_the_newest_step_is_noticed_by_a_later_look(tmp_path: Path) -> None:
+    run = two_steps(tmp_path / "run")
+    app = TitanApp(find_content(str(run)), first_screen=7)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await settled(app, pilot)
+        assert "20  committed" in screen_text(app)
+        os.truncate(next((run / "step-00000020").rglob("*.distcp")), 100)
+        app._loader.reload()
+        await settled(app, pilot)
+        assert "20  damaged" in screen_text(app)
 
 
 async def test_the_list_of_runs_tells_damage_and_what_ended_a_job(tmp_path: Path) -> None:

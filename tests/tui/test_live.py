@@ -75,6 +75,7 @@ async def test_the_bar_of_a_live_job_says_when_it_was_looked_at(
     ranks = {rank: replace(record, heartbeat=beat) for rank, record in finished.run.ranks.items()}
     live = replace(finished, run=replace(finished.run, ranks=ranks))
     monkeypatch.setattr("titan_ckpt.tui.session.loading.load_incident", lambda *_, **__: live)
+    monkeypatch.setattr("titan_ckpt.tui.app.FOLLOW_S", 1e9)  # another look would begin its age anew
     now = [NOW_S]
     app = TitanApp(find_content(str(DATA / "run")), clock=lambda: now[0])
     async with app.run_test(size=(100, 30)) as pilot:

@@ -287,6 +287,22 @@ async def test_help_fits_a_narrow_terminal() -> None:
         assert all(len(line.rstrip()) <= 40 for line in lines)
 
 
+async def test_a_page_of_the_help_is_scrolled_by_one_key_and_back() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "question_mark")
+        first = screen_text(app)
+        assert "everywhere" in first
+        assert "│▸" not in first, "a text has no cursor"
+        assert first.splitlines()[-1].split() == ["j", "k", "scroll", "esc", "close"]
+        await press(app, pilot, "pagedown")
+        assert "this help, quit" in screen_text(app)
+        await press(app, pilot, "k")
+        await press(app, pilot, "pageup")
+        assert screen_text(app) == first
+
+
 async def test_a_tiny_terminal_shows_no_empty_pane() -> None:
     app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
     async with app.run_test(size=(40, 12)) as pilot:

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import metadata
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, get_type_hints
 
 import torch
@@ -167,6 +168,7 @@ def _check_optimizer(spec: object) -> None:
             )
 
 
+_NEAR = 0.85  # of difflib's ratio: `losss` and `metric` are, `losses` is not
 ENTRY_POINTS = "titan_ckpt.trainer"  # the group in which installed packages offer modules by name
 
 
@@ -181,7 +183,22 @@ def load_extension(source: str) -> Extension:
     if not names:
         known = ", ".join(f.name for f in dataclasses.fields(Extension) if f.name != "source")
         raise ConfigError(f"--module {source}: defines none of {known}")
+    _check_spelling(source, found)
     return Extension(source=source, **{name: getattr(found, name) for name in names})
+
+
+def _check_spelling(source: str, found: object) -> None:
+    """ConfigError for a name of the module's own that is nearly one that the trainer reads: it would be left out silently."""
+    read = [f.name for f in dataclasses.fields(Extension) if f.name != "source" and not hasattr(found, f.name)]
+    for name, value in vars(found).items() if isinstance(found, ModuleType) else ():
+        is_imported = isinstance(value, type | FunctionType) and value.__module__ != vars(found)["__name__"]
+        if name.startswith("_") or is_imported or isinstance(value, ModuleType):
+            continue
+        if near := get_close_matches(name, read, 1, _NEAR):
+            raise ConfigError(
+                f"--module {source}: defines {name}, which the trainer does not read; did you mean {near[0]}? If not, begin it "
+                f"with an underscore"
+            )
 
 
 def _entry_point(source: str) -> object | None:

@@ -10,7 +10,7 @@ import torch
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.format.names import LOGS
+from titan_ckpt.format.names import LOGS, METADATA, parse_step
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.toml_records import as_dict
@@ -25,6 +25,11 @@ from titan_ckpt.trainer.model.attention import check_on_cpu
 from titan_ckpt.trainer.model.lora import check_whole, kept_bytes
 from titan_ckpt.trainer.model.plan import plan_of
 
+OF_OTHERS = (
+    *("model.safetensors", "model.safetensors.index.json", "adapter_config.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json", METADATA),
+)
+
 
 def preflight(config: TrainConfig) -> None:
     """Check every external input and output of the run; raises the first problem."""
@@ -36,7 +41,10 @@ def preflight(config: TrainConfig) -> None:
         _check_corpora(config)
     if config.resume.from_:
         check_whole(open_checkpoint(config.resume.from_))
-    for store in [open_store(url) for url in config.save.tiers]:  # all are opened before anything is written
+    stores = [open_store(url) for url in config.save.tiers]  # all are looked at before anything is written
+    for store in stores:
+        check_own(store)
+    for store in stores:
         leave_config(config, store)
 
 
@@ -73,6 +81,15 @@ def check_memory(config: TrainConfig) -> None:
         raise ConfigError(
             f"model: its weights take {format_size(needed)}, this machine has {format_size(there)} of memory; "
             "make model.dim, model.n_layers, model.ffn_dim or model.vocab_size smaller (--estimate shows what a mesh needs)"
+        )
+
+
+def check_own(store: Store) -> None:
+    """ConfigError for a folder that holds a model or a checkpoint of another program, and no step of a run."""
+    found = [name for name in OF_OTHERS if store.exists(name)]
+    if found and not any(parse_step(name) is not None for name in store.folders()):
+        raise ConfigError(
+            f"save.url: {store} holds {found[0]} of another program and no run; give the run a folder of its own"
         )
 
 

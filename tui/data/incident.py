@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
 from titan_ckpt.debug.diagnosis.looks_well import went_on
@@ -29,7 +30,7 @@ from titan_ckpt.tui.data.arrays import Floats, Ints
 from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, failed_rows, in_order, newest_late
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
-from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan, ranks_text
+from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan
 
 NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 P2P_NAME = " send/recv"

@@ -199,10 +199,12 @@ def load_others(found: RunSteps) -> RunSteps:
 
 
 def find_damage(found: RunSteps, known: Container[CopyKey]) -> dict[CopyKey, str]:
-    """What is wrong with each of the newest committed copies whose key is not `known`, "" if its index is whole and all files are
-    there in their sizes, as `ls --check` looks. Copies that the store does not give are left out."""
-    newest = (copy for step in found.steps for copy in step.copies if copy.state == StepState.COMMITTED)
-    copies = [copy for copy in itertools.islice(newest, _MOST_CHECKED) if copy.key not in known]
+    """What is wrong with each of the newest committed copies, "" if its index is whole and all files are there in their sizes,
+    as `ls --check` looks. Copies that the store does not give are left out, and those whose key is `known`, but not the newest:
+    a job goes on from that one, so that each look looks at it."""
+    committed = (copy for step in found.steps for copy in step.copies if copy.state == StepState.COMMITTED)
+    newest = itertools.islice(committed, _MOST_CHECKED)
+    copies = [copy for place, copy in enumerate(newest) if place == 0 or copy.key not in known]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-steps") as pool:
         problems = [*pool.map(_damage_of, copies)]
     return {copy.key: problem for copy, problem in zip(copies, problems, strict=True) if problem is not None}

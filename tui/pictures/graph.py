@@ -6,9 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, TextSpan, piece, ranks_named, ranks_text, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, TextSpan, piece, ranks_named, row, truncate
 
 _MOST_LINES, _MOST_DEPTH, _FEW_LEAVES = 40, 12, 4
 _CULPRIT = re.compile(rf"{CULPRIT}\d+")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from rich.cells import cell_len
+
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.run_folders import LastRecord, Runs, RunSummary, is_silent
 from titan_ckpt.tui.data.runs import time_of
@@ -27,7 +29,9 @@ _RUN_COLUMNS_KEPT = ("state", "step", "whole", "age", "loss", "size", "mesh")  #
 def run_rows(listed: Runs, now_s: float, width: int) -> Iterator[Row]:
     """A line per run, the one with the newest checkpoint first; then which folders were not looked at."""
     runs, unseen = listed.found, listed.unseen
-    longest = min(max((len(run.name) for run in runs), default=0), max(width - sum(_RUN_COLUMNS.values()), _LEAST_NAME))
+    longest = min(
+        max((cell_len(run.name) for run in runs), default=0), max(width - sum(_RUN_COLUMNS.values()), _LEAST_NAME)
+    )
     cells = [_run_cells(run, now_s) for run in runs]
     mesh = 2 + max([4, *(len(each["mesh"][0]) for each in cells)])
     columns = _run_columns({**_RUN_COLUMNS, "mesh": mesh}, width - longest)

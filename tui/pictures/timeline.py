@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.waits import pending
@@ -24,7 +25,7 @@ from titan_ckpt.tui.data.timeline import (
     step_times,
     with_waits,
 )
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, ranks_text, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, row, truncate
 
 _FEW_RANKS = 24
 _SHORT_NS, _SHORTEST_NS = 4_000_000, 40_000

@@ -14,6 +14,7 @@ from titan_ckpt.check.verify import Report, examine
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.console.cut_picture import CutBoxes, draw_cut
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.errors import ConfigError
@@ -27,17 +28,7 @@ from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState
 from titan_ckpt.tui.pictures.run_list import since
 from titan_ckpt.tui.pictures.saves import size_text
-from titan_ckpt.tui.rows import (
-    Role,
-    Row,
-    RowLink,
-    counted,
-    head,
-    ranks_named,
-    ranks_text,
-    row,
-    wrapped,
-)
+from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, row, wrapped
 from titan_ckpt.upkeep.deletion import check_whole, read_pins
 from titan_ckpt.upkeep.pruning import prune
 from titan_ckpt.upkeep.retention import RetentionPolicy

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.tui.data.arrays import Ints
@@ -25,7 +26,6 @@ from titan_ckpt.tui.rows import (
     fitted,
     head,
     ranks_named,
-    ranks_text,
     row,
     truncate,
     wrapped,

@@ -12,8 +12,9 @@ from textual.screen import ModalScreen
 from titan_ckpt.tui.data.grid import GLYPHS
 from titan_ckpt.tui.data.incident import SITUATIONS
 from titan_ckpt.tui.rows import Glyph, Role, Row, RowList, head, row, wrapped
-from titan_ckpt.tui.widgets.line_view import LineView
+from titan_ckpt.tui.widgets.key_bar import KeyBar
 from titan_ckpt.tui.widgets.pane import Pane
+from titan_ckpt.tui.widgets.text_view import TextView
 
 WIDTH, _KEY = 70, 14
 _FRAME = 4  # columns around the text
@@ -59,18 +60,20 @@ class HelpScreen(ModalScreen[None]):
         self._pane = pane
 
     def compose(self) -> ComposeResult:
-        yield LineView()
+        yield TextView()
+        yield KeyBar(self.app.simulate_key)
 
     def on_mount(self) -> None:
         self._show()
-        self.query_one(LineView).focus()
+        self.query_one(TextView).focus()
+        self.query_one(KeyBar).show_keys("", (("j k", "scroll"), ("esc", "close")))
 
     def on_resize(self) -> None:
         self._show()
 
     def _show(self) -> None:
         width = min(WIDTH, self.app.size.width - _FRAME)
-        self.query_one(LineView).set_rows(RowList(help_rows(self._pane, width)))
+        self.query_one(TextView).set_rows(RowList(help_rows(self._pane, width)))
 
 
 def help_rows(pane: Pane, width: int = WIDTH) -> list[Row]:

@@ -19,7 +19,8 @@ from titan_ckpt.debug.report.facts import moment
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import NO_FAULT, load_incident
-from titan_ckpt.tui.rows import Role, Row, RowList, TextSpan, head, piece, row, truncate, truncate_start
+from titan_ckpt.tui.rows import Role, Row, RowList, TextSpan, head, in_cells, piece, row, truncate, truncate_start
+from titan_ckpt.tui.widgets.key_bar import KeyBar
 from titan_ckpt.tui.widgets.line_view import LineView
 
 _NEWEST = "(newest attempt)"
@@ -58,10 +59,14 @@ class IncidentsScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         yield LineView()
+        yield KeyBar(self.app.simulate_key)
 
     def on_mount(self) -> None:
         view = self.query_one(LineView)
-        view.border_title = "incidents: enter opens one"
+        view.border_title = "incidents"
+        self.query_one(KeyBar).show_keys(
+            "", (("enter", "open"), ("j k", "move"), ("h l", "scroll sideways"), ("esc", "close"))
+        )
         self._paint(self._names.index(self._content.incident) + 1)
         view.focus()
         background.start("incidents", self._judge)
@@ -122,7 +127,7 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
     for name in names:
         found = judged.get(name)
         mark = "*" if name == shown else " "
-        label = _in_cells(name or _NEWEST, longest)
+        label = in_cells(truncate_start, name or _NEWEST, longest)
         spans: tuple[TextSpan, ...] = (
             (f"{mark} ", Role.BOLD),
             (piece(label, name or _NEWEST), Role.BOLD),
@@ -137,11 +142,3 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
         rows.append(row(*spans, (when, Role.DIM), (facts, found.role), (f"{found.confidence:>4}  ", Role.DIM),
                         truncate(found.text, max(room, 12))))  # fmt: skip
     return rows
-
-
-def _in_cells(text: str, width: int) -> str:
-    """`text`, cut at its start or filled up to `width` cells: a wide character takes two."""
-    length = width
-    while cell_len(cut := truncate_start(text, length)) > width:
-        length -= 1
-    return cut + " " * (width - cell_len(cut))

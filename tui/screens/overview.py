@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding, BindingType
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
 from titan_ckpt.debug.report.facts import commands, ended, stopped
@@ -28,7 +29,6 @@ from titan_ckpt.tui.rows import (
     counted,
     head,
     ranks_named,
-    ranks_text,
     row,
     wrapped,
 )

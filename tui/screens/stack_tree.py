@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.incident.frames import is_library
 from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.tui.data.incident import Incident, frame_text
 from titan_ckpt.tui.pictures.stacks import stacks_of
-from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, ranks_text, row, truncate
+from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24

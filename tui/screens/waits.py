@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame
@@ -14,20 +15,7 @@ from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident, frame_tex
 from titan_ckpt.tui.data.standing import fault_elsewhere
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
-from titan_ckpt.tui.rows import (
-    CULPRIT,
-    Role,
-    Row,
-    RowLink,
-    RowList,
-    Rows,
-    counted,
-    head,
-    piece,
-    ranks_text,
-    row,
-    with_place,
-)
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, piece, row, with_place
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 

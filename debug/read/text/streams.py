@@ -26,7 +26,7 @@ MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
 _MARGIN = re.compile(r" {2,40}[|] ")  # CPython's, before the lines of an exception group
-_FRAME = re.compile(r'\s*(?:\| )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
+_FRAME = re.compile(r'\s*(?:[|>] )?File "([^"]{1,400})", line (\d{1,9}), in (.{1,400})$')
 _RICH_FRAME = re.compile(r"[│|] (/[^:\s]{1,300}):(\d{1,9}) in (\S{1,100})")
 _RAISED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s*(.*))?\s*$", re.DOTALL)
 _ALONE = re.compile(
