@@ -142,14 +142,16 @@ def _faults(
         run, found_lanes, is_over=progressed or all(state.kind == RankState.ON_CPU for state in states.values())
     )
     ends = roots(edges)
-    if slow is not None:
+    unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
+    if slow is not None and (
+        progressed or not unseen
+    ):  # who came late before explains no wait for a rank that nobody heard
         is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
         yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
     if progressed:
         return
     if edges:
         yield from group_conflicts(run)
-    unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     absent = [root for root in ends.sinks if not (can_wait(states[root]) and waits_on_device(run, run.ranks[root]))]
     named = [root for root in absent if root not in unseen or _is_known_gone(run, unseen)]
     if not mismatches:

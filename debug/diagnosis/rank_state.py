@@ -26,7 +26,7 @@ from titan_ckpt.debug.incident.frames import (
     user_frame,
 )
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype
-from titan_ckpt.debug.incident.records import Evidence, LogEvent, RankRecord, Run, Situation
+from titan_ckpt.debug.incident.records import Evidence, Frame, LogEvent, RankRecord, Run, Situation
 from titan_ckpt.debug.incident.waits import looked_at_ns, waited_at_the_end
 
 _WAITED = (
@@ -145,6 +145,8 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
     frame = None if frame is not None and is_native(frame) else frame  # no line of the program's
     seen = Evidence.at(frame, text=text, rank=record.rank, source=stack.source)
     is_busy = kind == RankState.ON_CPU
+    if is_busy and (waited := _gave_up_at(record, frame)) is not None:
+        return replace(waited, evidence=(seen, *waited.evidence))
     detail, why = busy_with(record, stack) if is_busy else (Subtype.NONE, None)
     words = last_words(record) if is_busy else ()
     beside = thread_that_waits(stack) if is_busy else None
@@ -162,6 +164,15 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
         confidence=Basis.MAIN_STACK.confidence,
         evidence=tuple(item for item in (seen, *there, why, *lost_threads(record)[:1], *words) if item),
     )
+
+
+def _gave_up_at(record: RankRecord, frame: Frame | None) -> Situation | None:
+    """The wait for a key of the store that a rank gave up at this line, by its log: `store.get` is C++ and has no frame."""
+    places = [event.frame for event in record.events if event.kind == EventKind.STORE_WAIT and event.frame is not None]
+    if frame is None or all((place.file, place.line) != (frame.file, frame.line) for place in places):
+        return None
+    found = _by_log(record)
+    return found if found is not None and found.kind.is_waiting else None
 
 
 def _by_log(record: RankRecord) -> Situation | None:

@@ -17,7 +17,7 @@ from titan_ckpt.arguments import check_number
 from titan_ckpt.console.command import Command, Parser
 from titan_ckpt.console.output import write_note, write_text
 from titan_ckpt.debug.live.attach import Attached, attach, find_training, look_again
-from titan_ckpt.debug.live.processes import Process, find_processes, process_state
+from titan_ckpt.debug.live.processes import STATES, Process, find_processes, process_state
 from titan_ckpt.debug.live.publish import publish, publish_files
 from titan_ckpt.debug.record.demand import Demand, demand
 from titan_ckpt.debug.record.worker_endpoint import fetch_trace
@@ -54,7 +54,7 @@ def collect(folder: Path, *, wait_s: float = 5.0) -> list[Process]:
             _spy(files, process)
     states = [{"rank": process.rank, "pid": process.pid, "state": process.state} for process in processes]
     content = json.dumps({"titan_ckpt": "exits", "processes": states})
-    files.write(f"processes.{_NOT_IN_NAMES.sub('_', socket.gethostname())}.json", content.encode())
+    files.write(f"{STATES}.{_NOT_IN_NAMES.sub('_', socket.gethostname())}.json", content.encode())
     return processes
 
 

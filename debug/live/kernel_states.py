@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.debug.incident.records import RankRecord, Run
-from titan_ckpt.debug.live.processes import GONE, Process, find_processes
+from titan_ckpt.debug.live.processes import GONE, STATES, Process, find_processes
 from titan_ckpt.location import local_path, scheme
 
 RECENT_S = 600.0
@@ -28,10 +28,18 @@ def with_kernel_states(run: Run, url: str, now_s: float) -> Run:
     if scheme(url) != "file" or not is_here or not 0 < len(sources) <= MOST_RANKS:
         return run
     folders = {(Path(local_path(url)) / source).parent for source in sources}
-    found = [process for folder in folders for process in find_processes(folder)]
-    known = {p.rank: p for p in found if p.rank in run.ranks and run.ranks[p.rank].pid in (None, p.pid)}
+    found = [process for folder in folders for process in _found(folder, run)]
+    known = {p.rank: p for p in found if run.ranks[p.rank].pid in (None, p.pid)}
     changed = {rank: _as_seen(run.ranks[rank], process, now_s) for rank, process in known.items()}
     return replace(run, ranks={**run.ranks, **changed}) if changed else run
+
+
+def _found(folder: Path, run: Run) -> list[Process]:
+    """The processes of a folder, but for ranks that gave no sign of life after a collection noted their states: it is a copy, and
+    shows the job as it was then."""
+    noted_s = max((path.stat().st_mtime for path in folder.glob(f"{STATES}.*.json")), default=0.0)
+    beats = {rank: record.heartbeat for rank, record in run.ranks.items()}
+    return [p for p in find_processes(folder) if (b := beats.get(p.rank)) and b.alive_ns / 1e9 > noted_s + TICK_S]
 
 
 def _as_seen(record: RankRecord, process: Process, now_s: float) -> RankRecord:

@@ -15,6 +15,7 @@ from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.private_files import open_regular
 
 GONE = "gone"
+STATES = "processes"  # begins the name of the file in which a collection notes them
 MAX_SIDECAR_BYTES = 64 << 20
 _MAPPED = re.compile(r"^\S+ \S+ \S+ \S+ (\d+) +(/.*)$", re.MULTILINE)  # proc_pid_maps(5): the inode and the path
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
-from titan_ckpt.debug.incident.kinds import VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Verdict
 
 # Raised for want of an answer of another process.
@@ -60,4 +60,5 @@ def _is_silent(record: RankRecord) -> bool:
     has_ended = record.exit is not None and not record.exit.was_told
     if record.log is None or has_ended:
         return False
-    return own_exception(record) is None and not any(e.kind.is_communication for e in record.events)
+    is_told = any(e.kind.is_communication or e.kind == EventKind.WATCHDOG for e in record.events)
+    return own_exception(record) is None and not is_told

@@ -36,6 +36,8 @@ def name_ranks(texts: Sequence[JobText]) -> None:
     has_places = any(writer[0] in _PLACES for text in texts for writer in text.writers)
     if (is_whole and len(own) == len(texts)) or has_places or not _have_numbers(texts):
         _give_own_texts(own if is_whole else {})
+    if has_places and not is_whole:
+        _number_as_others(texts)
 
 
 def _speaker(text: JobText) -> int | None:
@@ -45,6 +47,21 @@ def _speaker(text: JobText) -> int | None:
     labelled = {writer for writer in text.writers if writer != NOBODY}
     writer = labelled.pop() if len(labelled) == 1 else NOBODY
     return writer[2] if writer[0] == "rank" else None
+
+
+def _number_as_others(texts: Sequence[JobText]) -> None:
+    """Give logs in which nobody says who writes to the ranks of their numbers, if two others at least are of theirs, and none of
+    another."""
+    for found in (
+        *_numbered(texts, _NAMES, depth=1, are_any=True),
+        *_numbered(texts, _FOLDERS, depth=2, are_any=True),
+    ):
+        numbered = [(number, text) for number, of_number in found.items() for text in of_number]
+        said = {number: rank for number, text in numbered if (rank := _speaker(text)) is not None}
+        if len(said) > 1 and all(number == rank for number, rank in said.items()):
+            for number, text in numbered:
+                if number not in said and set(text.writers) == {NOBODY}:
+                    text.writers[("rank", "", number)] = text.writers.pop(NOBODY)
 
 
 def name_recorded(texts: Sequence[JobText], num_ranks: int) -> None:

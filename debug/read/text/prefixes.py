@@ -204,7 +204,7 @@ _WORD: tuple[tuple[str, re.Pattern[str], _Take], ...] = (
         _host,
     ),
     ("]: ", re.compile(rf"(?P<host>{_NAME}) python[\d.]{{0,6}}\[(?P<pid>\d{{1,9}})\]: "), _process),
-    ("| ", re.compile(rf"(?P<host>{_NAME})\s{{1,40}}\| "), _replica),
+    ("| ", re.compile(rf"(?P<host>(?!\d{{1,6}}\s){_NAME})\s{{1,40}}\| "), _replica),
     (
         "\tworkerpool",
         re.compile(r"[A-Z]{4,8}\t\d{4}-\d\d-\d\d [\d:.]{8,15}[ +\-\d]{0,7}\t(?P<host>workerpool\d-\d{1,5})\t{1,2}"),
@@ -220,6 +220,7 @@ _BY_SIGN = {"[": _BRACKET, "(": _PAREN, "|": _PIPE, "<": _ANGLE, "-": _DASH, "{"
 _PAIR = r'\w{1,20}=(?:"[^"]{0,60}"|[^\s"]{1,60})'
 # Ambiguous alone ("3: apples"): they count where most lines of a file have them.
 _WEAK: dict[str, tuple[re.Pattern[str], _Take]] = {
+    "inner": (re.compile(rf"\[?{_N}(?:\]:?|:| [|-]) "), _rank),  # what a program writes behind a label of its launcher
     "srun": (re.compile(rf"\s{{0,6}}{_N}: ?"), _task),
     "hydra": (re.compile(rf"\[{_N}\]:? "), _task),
     "parenthesis": (re.compile(rf"\({_N}\) "), _rank),
@@ -275,10 +276,17 @@ def _layer(head: str, found: Line, weak: Sequence[str], year: int) -> tuple[int,
         return end, True
     for name in weak:
         pattern, take = _WEAK[name]
+        if name == "inner" and not _outer(found):
+            continue
         if (match := pattern.match(head)) and not _is_word(name, match):
             take(found, match)
             return match.end(), False
     return 0, False
+
+
+def _outer(line: Line) -> tuple[str, int | None] | None:
+    """The process that a launcher's label names: by its place on a host, or by a host."""
+    return (line.host, line.local_rank) if line.local_rank is not None or line.host else None
 
 
 def _time(head: str, found: Line, year: int) -> int:
@@ -323,9 +331,10 @@ def weak_prefixes(lines: Sequence[str], year: int = 1970) -> tuple[tuple[str, ..
     enabled: list[str] = []
     peeled = [peel(line, (), year) for line in lines]
     for _ in range(3):
-        rests = [line.text.removeprefix(f"{line.level} ") if line.level else line.text for line in peeled]
-        rests = [rest for rest in rests if rest.strip() and not rest.startswith(_UNLABELLED)]
-        new = next((name for name in _WEAK if name not in enabled and _is_usual(name, rests)), None)
+        texts = [line.text.removeprefix(f"{line.level} ") if line.level else line.text for line in peeled]
+        kept = [at for at, text in enumerate(texts) if text.strip() and not text.startswith(_UNLABELLED)]
+        rests, outers = [texts[at] for at in kept], [_outer(peeled[at]) for at in kept]
+        new = next((name for name in _WEAK if name not in enabled and _is_usual(name, rests, outers)), None)
         if new is None:
             break
         enabled.append(new)
@@ -333,8 +342,13 @@ def weak_prefixes(lines: Sequence[str], year: int = 1970) -> tuple[tuple[str, ..
     return tuple(enabled), peeled
 
 
-def _is_usual(name: str, rests: Sequence[str]) -> bool:
+def _is_usual(name: str, rests: Sequence[str], outers: Sequence[tuple[str, int | None] | None]) -> bool:
     pattern, _ = _WEAK[name]
+    is_local = any(outer is not None and outer[1] is not None for outer in outers)
+    if name == "inner":
+        return _are_inner(pattern, rests, outers)
+    if name in ("hydra", "srun") and is_local:
+        return False  # tasks are outside of the processes that they start
     labels: Counter[str] = Counter()
     for rest in rests:
         match = pattern.match(rest[:_LOOK])
@@ -348,6 +362,28 @@ def _is_usual(name: str, rests: Sequence[str]) -> bool:
     if name in ("hydra", "srun") and _are_pids({int(label) for label in labels}, is_certain=name == "hydra"):
         return False
     return name in ("hydra", "srun") or all(re.search(r"[\d-]", label) for label in labels)
+
+
+def _are_inner(pattern: re.Pattern[str], rests: Sequence[str], outers: Sequence[tuple[str, int | None] | None]) -> bool:
+    """Whether numbers behind the labels of processes are their ranks: each belongs to one process, and they run side by side. A
+    host's name may be that of several, a place on a host not."""
+    pairs = [
+        (int(match["rank"]), outer)
+        for rest, outer in zip(rests, outers, strict=True)
+        if outer is not None and (match := pattern.match(rest[:_LOOK])) and not _is_labelled(rest[match.end() :])
+    ]
+    numbers, labels = {number for number, _ in pairs}, {outer for _, outer in pairs}
+    if len(labels) < 2 or len(set(pairs)) != len(numbers) or len(pairs) < LEAST_SHARE * len(rests):
+        return False
+    is_one_each = len(labels) == len(numbers) or all(outer[1] is not None for outer in labels)
+    first = min(numbers)
+    return is_one_each and first % len(numbers) == 0 and _are_side_by_side([number - first for number, _ in pairs])
+
+
+def _is_labelled(text: str) -> bool:
+    """Whether a text begins with a label of its own: what stands before it is no program's."""
+    line = peel(text[:_LOOK])
+    return line.local_rank is not None or line.rank is not None
 
 
 _MOST_NODES = 100  # whose ranks' lines are labelled `[N]`, and not by a launcher in a clearer form

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,22 @@ def test_killed_ranks_of_this_machine_are_not_alive(skip: Incident, monkeypatch:
             ("GONE", tuple(process.rank for process in killed))
         ]
         assert len(ticking(replace(skip, run=kernel_states.with_kernel_states(run, "/nowhere", NOW_S)), NOW_S)) == 4
+
+
+def test_a_collected_copy_shows_the_job_as_it_was(
+    skip: Incident, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody maps its black boxes, whether the job lives or not; the folder of the job itself goes on after a collection."""
+    run = live(skip).run
+    gone = [Process(rank=rank, pid=record.pid or 0, stem="", state="gone") for rank, record in run.ranks.items()]
+    monkeypatch.setattr(kernel_states, "find_processes", lambda _: gone)
+    monkeypatch.setattr("socket.gethostname", lambda: run.ranks[1].host)
+    noted = tmp_path / "processes.node1.json"
+    noted.touch()
+    for later_s, num_gone in ((-60, len(run.ranks)), (1, 0)):
+        os.utime(noted, (NOW_S + later_s, NOW_S + later_s))
+        seen = kernel_states.with_kernel_states(run, str(tmp_path), NOW_S + 5)
+        assert sum(record.is_gone for record in seen.ranks.values()) == num_gone
 
 
 def test_a_stopped_rank_is_there_and_said_to_be_stopped(skip: Incident) -> None:
