@@ -42,6 +42,7 @@ from titan_ckpt.sharding.pipeline import PipelineSpec
 from titan_ckpt.sharding.placement import Shard
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.store.open import open_store
+from titan_ckpt.upkeep.copy import copy_checkpoint
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled:UserWarning")
@@ -258,8 +259,18 @@ def test_existing_or_nested_destinations_are_refused(tmp_path: Path) -> None:
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = saved(str(tmp_path / "whole"), llama())
     monkeypatch.setattr(FileStore, "free_bytes", lambda _self: 1000)
-    with pytest.raises(StoreError, match="are to be written, 1 kB are free"):
+    with pytest.raises(StoreError, match="are to be written, 1,000 are free"):
         run_plan(plan_reshard(whole, MeshSpec.parse("dp_shard=2")), str(tmp_path / "out"))
+    with pytest.raises(StoreError, match="are to be written, 1,000 are free"):
+        copy_checkpoint(whole, open_store(str(tmp_path / "copy")))
+    dcp.save({"w": torch.zeros(4000)}, checkpoint_id=tmp_path / "theirs" / "step-3", no_dist=True)
+    with pytest.raises(StoreError, match="bytes are to be written, 1,000 are free"):
+        copy_checkpoint(open_checkpoint(str(tmp_path / "theirs" / "step-3")), open_store(str(tmp_path / "copy")))
+    assert not [path for path in (tmp_path / "copy").rglob("*") if path.is_file()]
+    monkeypatch.undo()
+    copy_checkpoint(whole, open_store(str(tmp_path / "copy")))
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _self: 1000)
+    copy_checkpoint(whole, open_store(str(tmp_path / "copy")))  # has all of it
 
 
 def test_a_foreign_checkpoint_is_cut_by_the_tables(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from titan_ckpt.resharding.placement_rules import PlacementRule
 from titan_ckpt.resharding.target import Placer, TargetLayout, TargetPlacement, lay_out, stages_for
 from titan_ckpt.resharding.workers import JobFiles, Workers
 from titan_ckpt.rewrite.execute import Execution, FileResult, IoCounts
-from titan_ckpt.rewrite.memory import Budget, check_free
+from titan_ckpt.rewrite.memory import Budget
 from titan_ckpt.rewrite.plan import (
     FileGroup,
     Literal,
@@ -263,7 +263,7 @@ def _check_values(plan: ReshardPlan) -> None:
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
     if ranks:
-        check_free(store, int(plan.target.file_bytes()[ranks].sum()))
+        store.check_free(int(plan.target.file_bytes()[ranks].sum()))
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:

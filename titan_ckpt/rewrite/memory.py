@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from titan_ckpt.arguments import check_whole
 from titan_ckpt.console.units import format_size
-from titan_ckpt.errors import StoreError, UsageError
+from titan_ckpt.errors import UsageError
 from titan_ckpt.store.base import Store
 
 Bytes = npt.NDArray[np.uint8]
@@ -130,12 +130,3 @@ class BufferPool:
         with self._changed:
             self._is_aborted = True
             self._changed.notify_all()
-
-
-def check_free(store: Store, needed_bytes: int) -> None:
-    """StoreError if fewer bytes than that are free on the store's disk."""
-    free = store.free_bytes()
-    if free is not None and free < needed_bytes:
-        raise StoreError(
-            f"{store}: {format_size(needed_bytes)} are to be written, {format_size(free)} are free on that disk"
-        )

@@ -110,6 +110,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     if present is None:
         refuse_other_run(source, target)
     copier = Copier(source, target, on_bytes or (lambda _: None), own_paths)
+    target.check_free(copier.missing_bytes())
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
     if not is_moved:
@@ -158,10 +159,20 @@ class Copier:
         self._source, self._target, self._on_bytes, self._own_paths = source, target, on_bytes, own_paths or {}
         self._before = before
 
+    def missing_bytes(self) -> int:
+        """Bytes of the files that the target does not have; those that it has in their size may still differ."""
+        files = self._source.manifest.files
+        return sum(
+            file.size_bytes for file in files if not self._is_there(self._target_path(file), file, trust_size=True)
+        )
+
+    def _target_path(self, file: FileEntry) -> str:
+        return self._source.path(self._own_paths.get(file.path, file.path))
+
     def copy_file(self, file: FileEntry, *, trust_size: bool = False) -> bool:
         """Copy a data file; True if the target already had it. With `trust_size` an existing file is not re-read."""
         path = self._source.path(file.path)
-        target_path = self._source.path(self._own_paths.get(file.path, file.path))
+        target_path = self._target_path(file)
         if self._is_there(target_path, file, trust_size=trust_size):
             self._on_bytes(file.size_bytes)
             return True
@@ -262,6 +273,9 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyRe
     if not was_there:
         refuse_other_run(source, target)
     files = [entry for entry in source.store.list(source.folder) if _path_in(source, entry) != METADATA]
+    there = {entry.path: entry.size_bytes for entry in target.list(copy.folder)}
+    wanted = {copy.path(_path_in(source, entry)): entry.size_bytes for entry in files}
+    target.check_free(sum(size for path, size in wanted.items() if there.get(path) != size))
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(lambda entry: _copy_foreign_file(source, copy, entry, on_bytes), files))
     _check_foreign_copy(source, copy, files)
