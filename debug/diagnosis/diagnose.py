@@ -138,14 +138,11 @@ def _faults(
     yield from group_creation(run, states)
     mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
     yield from (_unless_died_before(run, found) for found in mismatches)
-    slow = find_straggler(
-        run, found_lanes, is_over=progressed or all(state.kind == RankState.ON_CPU for state in states.values())
-    )
+    is_over = progressed or all(state.kind == RankState.ON_CPU for state in states.values())
+    slow = find_straggler(run, found_lanes, is_over=is_over)
     ends = roots(edges)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
-    if slow is not None and (
-        progressed or not unseen
-    ):  # who came late before explains no wait for a rank that nobody heard
+    if slow is not None and (progressed or not unseen):  # lateness explains no wait for a rank that nobody heard
         is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
         yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
     if progressed:

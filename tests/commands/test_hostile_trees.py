@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tools.hostile.deletion import make_template, try_once
 
+pytestmark = pytest.mark.repeats
+
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:

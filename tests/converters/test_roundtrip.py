@@ -22,6 +22,8 @@ from titan_ckpt.converters.models.families import FAMILIES
 from titan_ckpt.errors import NotCommittedError
 from titan_ckpt.sharding.placement import Box
 
+pytestmark = pytest.mark.repeats
+
 WEIGHTS = "model.safetensors"
 
 

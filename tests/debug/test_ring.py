@@ -23,6 +23,8 @@ from titan_ckpt.debug.record import ring
 from titan_ckpt.debug.record.hooks import BoxWriter, Hooks
 from titan_ckpt.debug.record.ring import AnyRing
 
+pytestmark = pytest.mark.repeats
+
 KINDS = ("C", "Python") if ring.compiled is not None else ("Python",)
 
 

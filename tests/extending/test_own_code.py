@@ -9,6 +9,7 @@ import pytest
 
 from titan_ckpt.cli.main import main
 
+pytestmark = pytest.mark.repeats
 GOOD = """
 from dataclasses import dataclass
 import torch

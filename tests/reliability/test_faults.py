@@ -22,6 +22,8 @@ from tools.faults.random_saves import random_runs
 from tools.faults.store import FaultMode, FaultyStore, StoreFault
 from tools.rank_pool import RankPool
 
+pytestmark = pytest.mark.repeats
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:

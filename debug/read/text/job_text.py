@@ -10,7 +10,7 @@ from titan_ckpt.debug.read.text.direction import oldest_first
 from titan_ckpt.debug.read.text.endings import Endings
 from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, is_broken, numbered, wrap_width
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
-from titan_ckpt.debug.read.text.prefixes import SAMPLE, Line, peel, weak_prefixes
+from titan_ckpt.debug.read.text.prefixes import Line, peel
 from titan_ckpt.debug.read.text.streams import Stream
 from titan_ckpt.debug.read.text.writers.caught import Caught, mark
 from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, job_apart, listening_rank, on_host
@@ -20,6 +20,7 @@ from titan_ckpt.debug.read.text.writers.of_run import OfRun
 from titan_ckpt.debug.read.text.writers.own_prefixes import OwnPrefixes
 from titan_ckpt.debug.read.text.writers.ray import RAY_RANK, RAY_SET_UP, RAY_TASK
 from titan_ckpt.debug.read.text.writers.told_tracebacks import ToldTracebacks
+from titan_ckpt.debug.read.text.writers.usual_prefixes import SAMPLE, usual_prefixes
 
 NOBODY: Writer = ("job", "", -1)
 OWN = "own"  # the kind of writer of the lines without a prefix in a file of one rank
@@ -294,7 +295,7 @@ def read_lines(text: JobText, physical: Iterable[tuple[int, str]]) -> JobText:
 
 
 def _take_sample(text: JobText, sample: list[tuple[int, str]]) -> None:
-    text.weak, lines = weak_prefixes([raw for _, raw in sample], text.year)
+    text.weak, lines = usual_prefixes([raw for _, raw in sample], text.year)
     text.caught.look_at([line.text for line in lines])
     for (number, _), line in zip(sample, lines, strict=True):
         text.take(number, line)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.debug.log_names.test_pods import first_verdict
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.read.text.prefixes import weak_prefixes
+from titan_ckpt.debug.read.text.writers.usual_prefixes import usual_prefixes
 
 INNER = ("[{n}] ", "{n}: ", "{n} | ", "{n} - ")
 OWN = """\
@@ -71,15 +71,15 @@ def test_places_of_two_hosts_are_told_apart_by_the_rank(tmp_path: Path) -> None:
 
 def test_what_counts_epochs_or_starts_processes_is_no_rank() -> None:
     epochs = [f"[default{rank}]:[{epoch}] loss 1.0" for epoch in range(6) for rank in range(4)]
-    assert weak_prefixes(epochs)[0] == ()
+    assert usual_prefixes(epochs)[0] == ()
     of_one = [f"[default0]:[{epoch}] loss 1.0" for epoch in range(6)]
-    assert weak_prefixes(of_one)[0] == ()
+    assert usual_prefixes(of_one)[0] == ()
     of_srun = [f"{task}: [default{rank}]:step 1" for _ in range(3) for task in range(2) for rank in range(2)]
-    assert weak_prefixes(of_srun)[0] == ("srun",)
+    assert usual_prefixes(of_srun)[0] == ("srun",)
     of_a_node = [f"[default{rank - 8}]:[{rank}] step 1" for _ in range(3) for rank in range(8, 12)]
-    assert weak_prefixes(of_a_node)[0] == ("inner",)
+    assert usual_prefixes(of_a_node)[0] == ("inner",)
     beside = [f"[default{rank - 9}]:[{rank}] step 1" for _ in range(3) for rank in range(9, 13)]
-    assert weak_prefixes(beside)[0] == (), "a node's ranks begin at a multiple of their number"
+    assert usual_prefixes(beside)[0] == (), "a node's ranks begin at a multiple of their number"
 
 
 @pytest.mark.parametrize("other", [2, 0])

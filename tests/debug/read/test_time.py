@@ -13,6 +13,8 @@ from titan_ckpt.debug.read.reports.ras import read_ras_text
 from titan_ckpt.debug.read.stacks import parse_stacks
 from titan_ckpt.debug.read.text.job_text import JobText, read_text
 
+pytestmark = pytest.mark.repeats
+
 MEGABYTE = 1 << 20
 MOST_CPU_S = 12.0  # a usual log takes 0.2 s
 SHAPES = {
