@@ -288,9 +288,9 @@ def decoder(config: ModelConfig) -> ModelSpec:
         )
     if config.latent is None and not config.head_dim and config.dim % config.n_heads:
         raise ConfigError(f"model: dim {config.dim} / {config.n_heads} heads is not whole; give head_dim")
-    if config.rope.head_dim % 2:
+    if config.latent is None and config.head_size % 2:
         raise ConfigError(
-            f"model: heads of {config.rope.head_dim} elements are odd, and positions turn pairs; change dim or head_dim"
+            f"model: heads of {config.head_size} elements are odd, and positions turn pairs; change dim or head_dim"
         )
     check_attention(config)
     check_mixture(config)
