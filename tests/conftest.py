@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nothing-left", action="store_true", help="fail each test that leaves the process changed")
 
 
-COUNTED = 2  # cases of a parametrised test whose lines coverage counts
+COUNTED = 10  # cases of a parametrised test whose lines coverage counts
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

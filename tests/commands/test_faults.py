@@ -20,8 +20,6 @@ from titan_ckpt.upkeep.deletion import delete, plan_removal
 from titan_ckpt.upkeep.retention import RetentionPolicy
 from tools.faults.store import ERRORS, FaultMode, FaultyStore, StoreFault, no_space
 
-pytestmark = pytest.mark.repeats
-
 
 @pytest.fixture
 def run(tmp_path: Path) -> str:

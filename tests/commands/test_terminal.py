@@ -28,8 +28,6 @@ from titan_ckpt.errors import TitanError
 from titan_ckpt.saving.saver import save
 from tools.paths import DEBUG_CONFIG, ROOT
 
-pytestmark = pytest.mark.repeats
-
 EVIL = "w\x1b]0;owned\x07\x9b31m\x7f\u202e\u2066x\r\x08"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
 

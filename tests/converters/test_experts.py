@@ -26,8 +26,6 @@ from titan_ckpt.saving.saver import save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Shard
 
-pytestmark = pytest.mark.repeats
-
 OF_LAYER_1 = "model.model.layers.1.mlp."
 
 

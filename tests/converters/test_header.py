@@ -26,8 +26,6 @@ from titan_ckpt.converters.hf.safetensors_header import (
 from titan_ckpt.errors import DamagedError, PlanError, TitanError
 from titan_ckpt.store.open import open_store
 
-pytestmark = pytest.mark.repeats
-
 TWO = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor([1, 2], dtype=torch.int64)}
 
 

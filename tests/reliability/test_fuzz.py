@@ -29,8 +29,6 @@ from tools.fuzz.plants import PLANTS
 from tools.fuzz.scaling import is_faster_than_linear, shapes_of
 from tools.paths import DATA, ROOT
 
-pytestmark = pytest.mark.repeats
-
 KEPT = DATA / "fuzz"
 SAMPLE = 60
 SLACK = 8.0

@@ -14,8 +14,6 @@ from tools.hostile.s3_jobs import RUN, Jobs, hostile_jobs
 from tools.hostile.s3_server import always, honest, once
 from tools.hostile.s3_shapes import SHAPES, Shape
 
-pytestmark = pytest.mark.repeats
-
 NAMES = [
     "save",
     "load",

@@ -16,8 +16,6 @@ from titan_ckpt.store.base import LARGEST_CHANGING_PART, Steady, Store, probe_co
 from titan_ckpt.store.open import open_store
 from tools.gcs_server import running_gcs
 
-pytestmark = pytest.mark.repeats
-
 MB = 1 << 20
 
 

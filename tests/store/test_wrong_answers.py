@@ -31,8 +31,6 @@ from tools.hostile.s3_calls import CALLS, POLICY, START, Call, operations_of, ru
 from tools.hostile.s3_server import HostileS3, always, honest, once
 from tools.hostile.s3_shapes import SHAPES, Shape
 
-pytestmark = pytest.mark.repeats
-
 QUICK = RetryPolicy(tries=3, first_wait_s=0.0001, longest_wait_s=0.001, deadline_s=5)
 
 

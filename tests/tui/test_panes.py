@@ -39,8 +39,6 @@ from titan_ckpt.tui.widgets.part import PartView
 from titan_ckpt.tui.widgets.prompt import Prompt
 from tools.paths import DATA, INCIDENTS
 
-pytestmark = pytest.mark.repeats
-
 NOW_S = 1_795_250_000.0
 SKIP = INCIDENTS / "skip"
 
@@ -78,6 +76,7 @@ async def test_panes_appear_with_the_width_of_the_terminal() -> None:
         assert app.is_running
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("size", [(40, 12), (80, 24), (120, 36), (200, 60)])
 async def test_no_screen_is_wider_than_its_terminal(size: tuple[int, int]) -> None:
     app = app_of(DATA / "run")

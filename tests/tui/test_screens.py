@@ -27,8 +27,6 @@ from titan_ckpt.tui.screens.grid import GridPane
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
 
-pytestmark = pytest.mark.repeats
-
 SIZES = [(80, 24), (140, 45)]
 FILTERS = [
     ("2", "[rank2]", "[rank1]"),
@@ -91,6 +89,7 @@ async def test_every_screen_of_an_incident_shows_its_facts(incident: TitanApp, s
         assert "no metrics.jsonl here" in await press(incident, pilot, "8")
 
 
+@pytest.mark.repeats
 @pytest.mark.parametrize("case", sorted(path.name for path in INCIDENTS.iterdir() if path.is_dir()))
 async def test_the_screens_of_every_incident_can_be_painted(case: str) -> None:
     app = TitanApp(find_content(str(INCIDENTS / case)))
@@ -99,6 +98,7 @@ async def test_the_screens_of_every_incident_can_be_painted(case: str) -> None:
         assert await press(app, pilot, *"2346")
 
 
+@pytest.mark.repeats
 async def test_every_key_of_every_screen_is_safe(incident: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)

@@ -54,7 +54,7 @@ from titan_ckpt.rewrite.plan import (
 from titan_ckpt.rewrite.selection import Selection, select
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import Box
-from titan_ckpt.store.base import Store
+from titan_ckpt.store.base import Store, check_free
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 from titan_ckpt.version import __version__
@@ -263,7 +263,7 @@ def _check_values(plan: ReshardPlan) -> None:
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
     if ranks:
-        store.check_free(int(plan.target.file_bytes()[ranks].sum()))
+        check_free(store, int(plan.target.file_bytes()[ranks].sum()))
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:

@@ -213,12 +213,6 @@ class Store(ABC):
         """Bytes free where this store keeps its objects; None where that is unknown or not limited (object stores)."""
         return None
 
-    def check_free(self, needed_bytes: int) -> None:
-        """StoreError if fewer bytes than that are free."""
-        free = self.free_bytes()
-        if free is not None and free < needed_bytes:
-            raise StoreError(f"{self}: {needed_bytes:,} bytes are to be written, {free:,} are free on that disk")
-
     def doing(self, what: str) -> None:  # noqa: B027 - most stores have no use for it
         """Hear of work on the store that is not one of its calls; a store with a time limit names it when it gives up."""
 
@@ -309,3 +303,10 @@ __all__ = [
     "read_if_any",
     "retry",
 ]
+
+
+def check_free(store: Store, needed_bytes: int) -> None:
+    """StoreError if fewer bytes than that are free where the store keeps its objects."""
+    free = store.free_bytes()
+    if free is not None and free < needed_bytes:
+        raise StoreError(f"{store}: {needed_bytes:,} bytes are to be written, {free:,} are free on that disk")

@@ -38,7 +38,7 @@ from titan_ckpt.format.digest import digest
 from titan_ckpt.format.manifest import FileEntry, Manifest
 from titan_ckpt.format.names import ASSETS, DIGESTS, MANIFEST, METADATA, data_file, foreign_folder
 from titan_ckpt.location import StrPath, check_writable, is_inside, redact, run_location
-from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
+from titan_ckpt.store.base import ObjectInfo, Store, check_free, read_if_any
 from titan_ckpt.store.clients.options import Options, using
 from titan_ckpt.store.open import open_store
 
@@ -110,7 +110,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     if present is None:
         refuse_other_run(source, target)
     copier = Copier(source, target, on_bytes or (lambda _: None), own_paths)
-    target.check_free(copier.missing_bytes())
+    check_free(target, copier.missing_bytes())
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
     if not is_moved:
@@ -275,7 +275,7 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyRe
     files = [entry for entry in source.store.list(source.folder) if _path_in(source, entry) != METADATA]
     there = {entry.path: entry.size_bytes for entry in target.list(copy.folder)}
     wanted = {copy.path(_path_in(source, entry)): entry.size_bytes for entry in files}
-    target.check_free(sum(size for path, size in wanted.items() if there.get(path) != size))
+    check_free(target, sum(size for path, size in wanted.items() if there.get(path) != size))
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(lambda entry: _copy_foreign_file(source, copy, entry, on_bytes), files))
     _check_foreign_copy(source, copy, files)

@@ -12,8 +12,6 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import Verdict
 from titan_ckpt.errors import NotFoundError
 
-pytestmark = pytest.mark.repeats
-
 WATCHDOG = (
     "[rank{rank}]:[E1218 20:27:10.1 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective operation timeout: "
     "WorkNCCL(SeqNum=5, OpType=ALLREDUCE, NumelIn=9, NumelOut=9, Timeout(ms)=600000) ran for 600060 milliseconds before timing "

@@ -20,8 +20,6 @@ from titan_ckpt.debug.incident.records import LogEvent
 from titan_ckpt.debug.read.logs import JobLogs, combine
 from titan_ckpt.debug.read.text.job_text import JobText, read_text
 
-pytestmark = pytest.mark.repeats
-
 WATCHDOG = (
     "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=77, OpType=ALLREDUCE, NumelIn=4096, NumelOut=4096, "
     "Timeout(ms)=600000) ran for 600060 milliseconds before timing out."
