@@ -204,7 +204,8 @@ def _rank_record(evidence: RunEvidence, rank: int, exit_: Exit | None, *, prefer
     tables = [_with_known_groups(table, found.known_groups, evidence.interner) for _, table in found.dumps]
     box = found.box.operations if found.box else NO_OPERATIONS
     box = _with_known_groups(box, found.known_groups, evidence.interner)
-    stale = [reason for reason in (STALL, DEMAND) if _went_on(found, box, reason)]
+    has_ended = exit_ is not None and exit_.code == 0 and found.heartbeat is not None and found.heartbeat.is_stopped
+    stale = [reason for reason in (STALL, DEMAND) if has_ended or _went_on(found, box, reason)]
     dumps = [dump for dump, _ in found.dumps if dump.reason != DEMAND or DEMAND not in stale]
     if found.box:
         dumps.append(_box_dump(found, found.box))
@@ -235,16 +236,13 @@ def _splits(box: BlackBox, operations: Array) -> dict[tuple[int, int], Splits]:
 
 def _went_on(found: RankEvidence, box: Array, reason: str) -> bool:
     """Whether something newer shows that the rank went on after the dump of a stall, or on demand: that stack misleads. Newer are
-    operations in the black box or in another dump, and the recorder's end in order; after a stall in an import, also a step or an
-    error in its log."""
+    operations in the black box or in another dump; after a stall in an import, also a step or an error in its log."""
     stalls = [table for dump, table in found.dumps if dump.reason == reason]
     others = [table["created_ns"] for dump, table in found.dumps if dump.reason != reason]
     others.append(box["created_ns"][box["p2p"] == 0])
     newest = max((int(table["created_ns"].max(initial=0)) for table in stalls), default=0)
     if not stalls:
         return False
-    if found.heartbeat is not None and found.heartbeat.is_stopped:
-        return True
     is_past_import = reason == STALL and newest == 0 and _came_from_import(found)
     return max(int(times.max(initial=0)) for times in others) > newest or is_past_import
 
