@@ -218,8 +218,8 @@ def truncate(text: str, width: int) -> str:
 def fitted(text: str, width: int) -> str:
     """`text`, cut or filled up to `width` cells of a terminal: a wide character takes two.
 
-    >>> fitted("a long line", 6), fitted("short", 6), fitted("日本語", 5)
-    ('a lon…', 'short ', '日…  ')
+    >>> fitted("a long line", 6), fitted("short", 6), fitted("日本語", 5), fitted("a", 0)
+    ('a lon…', 'short ', '日…  ', '…')
     """
     text = clean(text)
     return piece(in_cells(truncate, text, width), in_cells(truncate, shown(text), max(width, cell_len(shown(text)))))
@@ -228,7 +228,7 @@ def fitted(text: str, width: int) -> str:
 def in_cells(cut: Callable[[str, int], str], text: str, width: int) -> str:
     """`text`, cut by `cut` or filled up to `width` cells."""
     length = width
-    while cell_len(made := cut(text, length)) > width:
+    while cell_len(made := cut(text, length)) > width and length > 0:
         length -= 1
     return made + " " * (width - cell_len(made))
 

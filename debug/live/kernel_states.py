@@ -35,8 +35,8 @@ def with_kernel_states(run: Run, url: str, now_s: float) -> Run:
 
 
 def _found(folder: Path, run: Run) -> list[Process]:
-    """The processes of a folder, but for ranks that gave no sign of life after a collection noted their states: it is a copy, and
-    shows the job as it was then."""
+    """The processes of a folder, but for ranks that gave no sign of life after a collection noted their states: it may be a copy,
+    which shows the job as it was then."""
     noted_s = max((path.stat().st_mtime for path in folder.glob(f"{STATES}.*.json")), default=0.0)
     beats = {rank: record.heartbeat for rank, record in run.ranks.items()}
     return [p for p in find_processes(folder) if (b := beats.get(p.rank)) and b.alive_ns / 1e9 > noted_s + TICK_S]

@@ -263,7 +263,7 @@ def _check_values(plan: ReshardPlan) -> None:
 
 def _check_space(plan: ReshardPlan, store: Store, ranks: list[int]) -> None:
     if ranks:
-        check_free(store, int(plan.target.file_bytes()[ranks].sum()))
+        check_free(store, lambda: int(plan.target.file_bytes()[ranks].sum()))
 
 
 def _versions(plan: ReshardPlan) -> dict[str, str]:

@@ -305,8 +305,8 @@ __all__ = [
 ]
 
 
-def check_free(store: Store, needed_bytes: int) -> None:
-    """StoreError if fewer bytes than that are free where the store keeps its objects."""
+def check_free(store: Store, needed_bytes: Callable[[], int]) -> None:
+    """StoreError if fewer bytes than needed are free where the store keeps its objects; asked only where that is limited."""
     free = store.free_bytes()
-    if free is not None and free < needed_bytes:
-        raise StoreError(f"{store}: {needed_bytes:,} bytes are to be written, {free:,} are free on that disk")
+    if free is not None and free < (needed := needed_bytes()):
+        raise StoreError(f"{store}: {needed:,} bytes are to be written, {free:,} are free on that disk")

@@ -7,7 +7,7 @@ An interrupted copy resumes: a file that the target already has with the right b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -110,7 +110,7 @@ def copy_checkpoint(source: Checkpoint, target: Store, *, on_bytes: OnBytes | No
     if present is None:
         refuse_other_run(source, target)
     copier = Copier(source, target, on_bytes or (lambda _: None), own_paths)
-    check_free(target, copier.missing_bytes())
+    check_free(target, copier.missing_bytes)
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(copier.copy_file, source.manifest.files))
     if not is_moved:
@@ -256,6 +256,13 @@ class Copier:
         self._target.write(path, [data])
 
 
+def _missing_bytes(source: Checkpoint, copy: Checkpoint, files: Sequence[ObjectInfo]) -> int:
+    """Bytes of the files that the copy does not have in their size."""
+    there = {entry.path: entry.size_bytes for entry in copy.store.list(copy.folder)}
+    wanted = {copy.path(_path_in(source, entry)): entry.size_bytes for entry in files}
+    return sum(size for path, size in wanted.items() if there.get(path) != size)
+
+
 def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyReport:
     """Copy a foreign checkpoint to `step-N` of the run at `target`, the name that torchtitan looks for.
 
@@ -273,9 +280,7 @@ def copy_foreign(source: Checkpoint, target: Store, on_bytes: OnBytes) -> CopyRe
     if not was_there:
         refuse_other_run(source, target)
     files = [entry for entry in source.store.list(source.folder) if _path_in(source, entry) != METADATA]
-    there = {entry.path: entry.size_bytes for entry in target.list(copy.folder)}
-    wanted = {copy.path(_path_in(source, entry)): entry.size_bytes for entry in files}
-    check_free(target, sum(size for path, size in wanted.items() if there.get(path) != size))
+    check_free(target, lambda: _missing_bytes(source, copy, files))
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="cp") as pool:
         kept = list(pool.map(lambda entry: _copy_foreign_file(source, copy, entry, on_bytes), files))
     _check_foreign_copy(source, copy, files)
