@@ -1,5 +1,5 @@
-"""URLs of runs and checkpoints: parse `URL@STEP`, join. No I/O, except to follow symbolic links and to see a file
-where a folder belongs."""
+"""URLs of runs and checkpoints: parse `URL@STEP`, join. No I/O, except to follow symbolic links, to see a file
+where a folder belongs, and to look for what a mistyped path meant."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
-from titan_ckpt.arguments import check_type
+from titan_ckpt.arguments import check_type, nearest
 from titan_ckpt.errors import UsageError
 from titan_ckpt.redaction import is_credential as is_credential
 from titan_ckpt.redaction import redact as redact
@@ -25,6 +26,7 @@ _AT_STEP = re.compile(r"@([0-9]+|latest)\Z")
 _STEP_FOLDER = re.compile(r"step-[0-9]{8,}")
 _ATTEMPT_FOLDER = re.compile(r"a-[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}")
 _ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)", re.IGNORECASE)
+_MOST_NAMES = 10_000
 _STORES = "s3|s3a|gs|gcs|az|abfss?|https?|memory|file|hf"
 _MISTYPED = re.compile(rf"({_STORES})(//|:(?!//|:))/*", re.IGNORECASE)  # s3//bucket, s3:/bucket, s3:bucket
 # Files and folders that titan-ckpt itself makes in a run.
@@ -152,6 +154,29 @@ def _why_unwritable(url: str) -> str:
 def is_in_step(names: Iterable[str]) -> bool:
     """Whether one of the names of a path is that of a step's folder, or of an attempt to save one."""
     return any(_STEP_FOLDER.fullmatch(name) or _ATTEMPT_FOLDER.fullmatch(name) for name in names)
+
+
+def absence(url: StrPath) -> str:
+    """`it does not exist; did you mean 'runs'?` of a local path at which nothing is; "" of any other.
+
+    >>> absence("/no/such/run")
+    'it does not exist; there is no folder /no/such'
+    """
+    path = local_path(normalise(url))
+    if scheme(normalise(url)) != "file" or os.path.lexists(path):
+        return ""
+    return f"it does not exist; {meant(path) or 'check the path'}"
+
+
+def meant(path: str) -> str:
+    """`did you mean 'runs'?`, or which folder is missing too, of a local path that does not exist; "" if nothing is like it."""
+    folder, name = os.path.split(path)
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+    except OSError:
+        return "" if os.path.isdir(folder) else f"there is no folder {folder}"
+    return nearest(name, names).rstrip()
 
 
 def scheme(url: str) -> str:

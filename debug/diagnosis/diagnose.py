@@ -138,13 +138,10 @@ def _faults(
     yield from group_creation(run, states)
     mismatches = [found for lane in found_lanes if (found := mismatch(run, lane)) is not None]
     yield from (_unless_died_before(run, found) for found in mismatches)
-    is_over = progressed or all(state.kind == RankState.ON_CPU for state in states.values())
-    slow = find_straggler(run, found_lanes, is_over=is_over)
     ends = roots(edges)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
-    if slow is not None and (progressed or not unseen):  # lateness explains no wait for a rank that nobody heard
-        is_other = bool(edges) and not progressed and slow.culprits[0] not in ends.sinks
-        yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
+    if progressed or not unseen:  # lateness explains no wait for a rank that nobody heard
+        yield from _slow(run, found_lanes, edges, states)
     if progressed:
         return
     if edges:
@@ -181,6 +178,21 @@ def _faults(
     for rank, state in states.items():
         if state.kind in (RankState.DEAD, RankState.FROZEN, RankState.GIL_HELD) and rank not in waited_for:
             yield verdict_of(run, rank, edges, states)
+
+
+def _slow(
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+) -> Iterator[Verdict]:
+    """The straggler, if there is one; what all wait in now first, for whoever was late has come to it."""
+    progressed = went_on(run)
+    is_over = progressed or all(state.kind == RankState.ON_CPU for state in states.values())
+    slow = find_straggler(run, found_lanes, is_over=is_over)
+    if slow is None:
+        return
+    together = None if edges or progressed else same_operation(run, found_lanes)
+    yield from [] if together is None else [together]
+    is_other = bool(together) or (bool(edges) and not progressed and slow.culprits[0] not in roots(edges).sinks)
+    yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
 
 
 def _lost(run: Run, states: Mapping[int, Situation], others: Sequence[object]) -> list[Verdict]:

@@ -57,7 +57,7 @@ from titan_ckpt.debug.read.text_files import (
     take_text,
 )
 from titan_ckpt.errors import CheckpointError, NotFoundError, StoreError, TitanError, UnsafeContentError
-from titan_ckpt.location import StrPath, local_path, scheme
+from titan_ckpt.location import StrPath, absence, local_path, scheme
 from titan_ckpt.parsing.json_values import JsonValue, parse_json
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.clients.options import Options, using
@@ -184,6 +184,8 @@ def _nothing(evidence: RunEvidence, folders: tuple[str, ...], only: str | None) 
             f"{path} is no dump, stack, black box, log or archive of these; give one, or a folder of them"
         )
     where = ", ".join(folder or "the folder itself" for folder in folders) or "no debug/ or logs/ folder"
+    if why := absence(store.url):
+        return NotFoundError(f"{store}: {why}")
     return NotFoundError(
         f"{store}: no dump, stack, black box or log found ({where}). Give a run's URL, a folder of Flight Recorder dumps "
         "(TORCH_NCCL_DEBUG_INFO_TEMP_FILE names it), or a folder of logs"
@@ -195,8 +197,7 @@ def _reading_order(file: EvidenceFile) -> tuple[bool, bool, bool, str]:
     return not file.stem.endswith(".sidecar"), file.suffix == ".json", file.rank is None, file.path
 
 
-MOST_BOX_OPERATIONS = 1 << 19
-LEAST_BOX_OPERATIONS = 32
+MOST_BOX_OPERATIONS, LEAST_BOX_OPERATIONS = 1 << 19, 32
 MANY_BOXES = 256
 
 

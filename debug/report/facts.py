@@ -61,6 +61,12 @@ def fact(item: Evidence) -> str:
     return f"{rank}{item.text}{place}{f'  [{item.source}]' if item.source else ''}"
 
 
+def step_text(run: Run, step: int) -> str:
+    """`step 12`, or `last logged step 12` where no rank told its recorder: a rank stops in the step after the one it logged."""
+    is_told = any(record.heartbeat and record.heartbeat.step >= 0 for record in run.ranks.values())
+    return f"step {step}" if is_told else f"last logged step {step}"
+
+
 def page_of(verdict: Verdict) -> str:
     """The page of the documentation about a kind of verdict."""
     return f"{DOCUMENTATION}/verdicts/{verdict.verdict}.md"

@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.kinds import OperationState, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
-from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, waiting, where
+from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, step_text, waiting, where
 from titan_ckpt.debug.report.html_style import STYLE
 from titan_ckpt.debug.report.timeline import timeline
 from titan_ckpt.location import redact, redact_text
@@ -69,7 +69,7 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     name = f"{top.verdict} ({top.subtype})" if top.subtype else str(top.verdict)
     yield f'<header class="{kind}"><p class="kind">{_text(name)}</p><h1>{_text(top.headline)}</h1>'
     facts = [f"confidence {top.confidence:.0%}", num_ranks(run.world_size)]
-    facts += [f"step {top.step}"] if top.step is not None else []
+    facts += [step_text(run, top.step)] if top.step is not None else []
     facts += [f"incident {run.incident}"] if run.incident else []
     facts += [moment] if (moment := lasting(run, top, now_s)) else []
     facts += [] if top.is_healthy else where(run, top)

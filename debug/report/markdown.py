@@ -9,7 +9,7 @@ from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import num_ranks
 from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, waiting, where
+from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, step_text, waiting, where
 
 MOST_STACKS, MOST_FRAMES = 4, 40
 # What Markdown obeys; an underscore inside a word is plain. `#7` and `@name` would become links of the issue tracker.
@@ -46,7 +46,7 @@ def _facts(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
     yield f"confidence {top.confidence:.0%}"
     yield num_ranks(run.world_size)
     if top.step is not None:
-        yield f"step {top.step}"
+        yield step_text(run, top.step)
     if moment := lasting(run, top, now_s):
         yield moment
     if not top.is_healthy:

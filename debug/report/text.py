@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, page_of, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, page_of, step_text, waiting, when, where
 
 WIDTH = 100
 MAX_EVIDENCE = 6
@@ -63,7 +63,7 @@ def _facts(run: Run, top: Verdict) -> list[str]:
     if top.suspects and not top.culprits:
         facts.append(f"nobody is accused; suspects: {rank_list(top.suspects)}")
     if top.step is not None:
-        facts.append(f"step {top.step}")
+        facts.append(step_text(run, top.step))
     if run.incident:
         facts.append(
             f"incident {escape_line(run.incident)}"

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from titan_ckpt.check.scan import Problem
 from titan_ckpt.check.verify import verify
 from titan_ckpt.checkpoint.open import open_checkpoint
+from titan_ckpt.cli.main import main
 from titan_ckpt.errors import NotCommittedError, StoreError
 from titan_ckpt.format.manifest import Manifest
 from titan_ckpt.format.manifest_json import decode_manifest
-from titan_ckpt.saving.saver import SaveOptions, Saver
+from titan_ckpt.saving.saver import SaveOptions, Saver, save
 from titan_ckpt.store.local import FileStore
 from titan_ckpt.upkeep.copy import copy_checkpoint
 
@@ -95,6 +96,18 @@ def test_a_lost_or_resized_file_is_found_without_reading_data(run: Path, name: s
     problems = verify(str(run))
     assert [p.path for p in problems] == [str(path.relative_to(run))]
     assert verify(str(run), read_data=True)
+
+
+def test_ls_notices_damage_to_the_newest_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        save(tmp_path, {"w": torch.arange(9.0)}, step=step)
+    (old,), (new,) = (tmp_path.glob(f"step-0000000{step}/a-*/__0_0.distcp") for step in (1, 2))
+    old.write_bytes(old.read_bytes()[:-1])
+    assert (main(["ls", str(tmp_path)]), main(["ls", str(tmp_path), "--check"])) == (0, 1)
+    capsys.readouterr()
+    new.unlink()
+    assert main(["ls", str(tmp_path)]) == 1
+    assert "step 2: " in capsys.readouterr().out
 
 
 def test_a_truncated_file_names_the_tensors_that_are_lost(run: Path) -> None:

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 
 from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.dcp.storage import StorageWriter
-from titan_ckpt.errors import UsageError
-from titan_ckpt.location import MAX_STEP, check_writable, normalise, parse_location, run_location
+from titan_ckpt.debug.read.reader import open_run
+from titan_ckpt.errors import NotFoundError, UsageError
+from titan_ckpt.location import MAX_STEP, absence, check_writable, normalise, parse_location, run_location
 from titan_ckpt.resharding.reshard import plan_reshard, run_plan
 from titan_ckpt.saving.saver import SaveError, SaveOptions, Saver, save
 from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.store.open import open_store
+from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.upkeep.copy import copy_checkpoint
 
 STATE = {"w": torch.arange(3.0)}
@@ -45,6 +47,18 @@ def test_what_no_url_can_open_is_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         Saver("runs/good", SaveOptions(mirror=url or " "))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_at_which_nothing_is_says_so() -> None:
+    os.makedirs("runs/tiny")
+    there = os.path.join(os.getcwd(), "runs")
+    assert absence("runs/tiny") == absence("s3://bucket/none") == ""
+    assert absence("runs/tny") == "it does not exist; did you mean 'tiny'?"
+    assert absence("runs/other") == "it does not exist; check the path"
+    assert absence("runs/a/b") == f"it does not exist; there is no folder {there}/a"
+    for look in (open_run, find_content):
+        with pytest.raises(NotFoundError, match=f"{there}/tny: it does not exist; did you mean 'tiny'"):
+            look("runs/tny")
 
 
 def test_every_writer_refuses_it() -> None:

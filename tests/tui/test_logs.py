@@ -235,6 +235,9 @@ async def test_a_run_that_vanishes_is_reported_and_its_lines_stay(tmp_path: Path
         app._loader.reload()
         await settled_when(app, pilot, lambda: "not reloaded" in app._status_text)
         assert "neither a run nor an incident" in app._status_text
+        tmp_path.rmdir()
+        app._loader.reload()
+        await settled_when(app, pilot, lambda: "is gone: shown is what was read before" in app._status_text)
         assert len(app.pane.body.rows) == 1
 
 

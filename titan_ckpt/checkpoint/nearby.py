@@ -6,9 +6,8 @@ import os
 import re
 from itertools import islice
 
-from titan_ckpt.arguments import nearest
 from titan_ckpt.format.names import METADATA, parse_step
-from titan_ckpt.location import local_path, redact, scheme
+from titan_ckpt.location import local_path, meant, redact, scheme
 
 CONFIG = "config.json"
 MOST_NAMES = 10_000
@@ -30,13 +29,7 @@ def nearby(url: str) -> str:
         return "; it is a file, and a run is a folder"
     if os.path.exists(path):
         return _runs_below(path) or _of_others(path)
-    folder, name = os.path.split(path)
-    try:
-        with os.scandir(folder) as entries:
-            names = [entry.name for entry in islice(entries, MOST_NAMES) if entry.is_dir()]
-    except OSError:
-        return "" if os.path.isdir(folder) else f"; there is no folder {folder}"
-    return f"; {found}".rstrip() if (found := nearest(name, names)) else ""
+    return f"; {why}" if (why := meant(path)) else ""
 
 
 def _runs_below(folder: str) -> str:

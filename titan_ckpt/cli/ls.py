@@ -43,7 +43,9 @@ def configure(parser: ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("url", metavar="URL", help="URL of a run")
     parser.add_argument(
-        "--check", action="store_true", help="open each one: manifest whole, every file there in its size"
+        "--check",
+        action="store_true",
+        help="open every one, not just the newest: manifest whole, each file there in its size",
     )
     add_json_flag(parser)
 
@@ -53,8 +55,10 @@ def run(arguments: Namespace) -> int:
     location = run_location(arguments.url)
     store, now_s = open_store(location.url), time.time()
     infos = list_checkpoints(store)
-    if arguments.check:
-        infos = [check_whole(store, location.url, info) for info in infos]
+    newest = max((info.step for info in infos if info.state == CheckpointState.COMMITTED), default=None)
+    infos = [
+        check_whole(store, location.url, info) if arguments.check or info.step == newest else info for info in infos
+    ]
     rows = [_row(store, info, now_s) for info in infos]
     rows = [row for row in rows if row["size_bytes"] or row["state"] != "partial"] or _foreign_rows(
         store, location, now_s

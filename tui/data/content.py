@@ -14,7 +14,7 @@ from titan_ckpt.debug.read.archives.unpack import is_archive, unpacked_archives
 from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.format.names import parse_foreign_step
-from titan_ckpt.location import local_path, normalise, parse_location, redact, scheme
+from titan_ckpt.location import absence, local_path, normalise, parse_location, redact, scheme
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
@@ -177,11 +177,13 @@ def _logs(found: Iterable[EvidenceFile]) -> tuple[LogFile, ...]:
 
 
 def _nothing_here(store: Store, folders: list[str]) -> StoreError:
+    if why := absence(store.url):
+        return NotFoundError(f"{redact(str(store))}: {why}")
     names = [
         *(f"{name}/" for name in itertools.islice(folders, 5)),
         *(e.path for e in itertools.islice(store.list(""), 3)),
     ]
-    seen = f"it contains {', '.join(names[:5])}" if names else "it is empty or does not exist"
+    seen = f"it contains {', '.join(names[:5])}" if names else "it is empty"
     return NotFoundError(
         f"{redact(str(store))}: neither a run nor an incident: no step folder, dump, stack, log or metrics.jsonl ({seen}). "
         "Open a run (the URL in save.url), a folder of runs, an incident folder, or a folder of dumps or logs"

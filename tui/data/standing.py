@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import RankState, Subtype, VerdictKind
 from titan_ckpt.debug.incident.records import Exit, Heartbeat
 from titan_ckpt.debug.live.watch import Alarm, AlarmKind, alarms
-from titan_ckpt.debug.report.facts import moment
+from titan_ckpt.debug.report.facts import moment, step_text
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident, has_ended
 from titan_ckpt.tui.data.runs import NO_RESUME, RunSteps
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
@@ -137,11 +137,11 @@ def newest_of(live: Sequence[Heartbeat]) -> Heartbeat:
     return max(live, key=lambda beat: (beat.step, beat.phase_ns))
 
 
-def step_text(incident: Incident, newest: Heartbeat) -> str:
+def newest_step(incident: Incident, newest: Heartbeat) -> str:
     """`step 12`: of the newest heartbeat, else of the logs: not every program tells its recorder; "" if unknown."""
     logged = (record.log.last_step for record in incident.run.ranks.values() if record.log is not None)
     step = newest.step if newest.step >= 0 else max((each for each in logged if each is not None), default=-1)
-    return f"step {step}" if step >= 0 else ""
+    return step_text(incident.run, step) if step >= 0 else ""
 
 
 def alarms_now(incident: Incident, now_s: float) -> list[Alarm]:
@@ -172,7 +172,7 @@ def standing(incident: Incident, now_s: float) -> Standing:
     live, top = ticking(incident, now_s), incident.top
     if live and (incident.is_unconfirmed or top.verdict in NO_FAULT):
         alive = f"{len(live):,} of {counted(incident.run.world_size, 'rank')} alive"
-        facts = tuple(fact for fact in (step_text(incident, newest_of(live)), alive) if fact)
+        facts = tuple(fact for fact in (newest_step(incident, newest_of(live)), alive) if fact)
         found = alarms_now(incident, now_s)
         if found:
             return Standing(word=found[0].kind, role=Role.BAD, facts=(ranks_named(found[0].ranks, 3), *facts))

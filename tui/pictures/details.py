@@ -100,7 +100,7 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
 def _step_text(record: RankRecord) -> str:
     beat = record.heartbeat
     if beat is None or beat.step < 0:
-        return str(record.log.last_step) if record.log and record.log.last_step is not None else ""
+        return f"{record.log.last_step} logged last" if record.log and record.log.last_step is not None else ""
     return f"{beat.step}{f', in {beat.phase}' if beat.phase else ''}"
 
 

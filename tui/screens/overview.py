@@ -10,11 +10,11 @@ from textual.binding import Binding, BindingType
 from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, Run
-from titan_ckpt.debug.report.facts import commands, ended, stopped
+from titan_ckpt.debug.report.facts import commands, ended, step_text, stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, activities, strip_cells
 from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE
-from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, step_text, ticking
+from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, newest_step, ticking
 from titan_ckpt.tui.pictures.details import link_rows
 from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
@@ -170,7 +170,7 @@ def live_rows(incident: Incident, now_s: float, width: int, *, is_following: boo
     newest = newest_of(live)
     phase = f" ({newest.phase})" if newest.phase else ""
     count = f"{len(live):,} of {counted(incident.run.world_size, 'rank')} alive"
-    where = f"{step_text(incident, newest)}{phase}".strip()
+    where = f"{newest_step(incident, newest)}{phase}".strip()
     found = alarms_now(incident, now_s)
     is_calm = incident.is_unconfirmed or incident.top.verdict in NO_FAULT
     word, role = ("RUNNING", Role.GOOD) if is_calm and not found else ("STUCK" if not is_calm else "ALIVE", Role.BAD)
@@ -192,7 +192,7 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     name = f"{top.verdict} ({top.subtype})" if top.subtype else top.verdict
     link = incident.link_of(top)
     facts = [f"confidence {top.confidence:.0%}"]
-    facts += [f"step {top.step}"] if top.step is not None else []
+    facts += [step_text(incident.run, top.step)] if top.step is not None else []
     many = "s" if len(top.culprits) > 1 else ""
     facts += [f"culprit{many}: rank{many} {ranks_text(top.culprits)}"] if top.culprits else []
     at = (top.file, top.line) if top.file else _line_of(incident)

@@ -10,7 +10,7 @@ from typing import Any
 from textual.app import App
 
 from titan_ckpt.errors import TitanError
-from titan_ckpt.location import scheme
+from titan_ckpt.location import absence, redact, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident, load_incident
@@ -25,6 +25,7 @@ from titan_ckpt.tui.session.judged_runs import find_verdicts
 from titan_ckpt.tui.session.session import Loadable, Session
 
 _SMALL_LOGS = 32 << 20
+_BEFORE = "shown is what was read before"
 MORE_S = 10.0  # between looks for more than a verdict without following
 LEAST_REST = 1.0  # seconds of rest for each second that a look took
 
@@ -108,7 +109,7 @@ class SessionLoader:
             self._is_lost = False
             self._show_status("")
         if before.metrics and not content.metrics:
-            self._show_status(f"{before.metrics} is gone: the curves show what was read before")
+            self._show_status(f"{before.metrics} is gone: {_BEFORE}")
         if content.logs and (content.logs != before.logs or content.incident != before.incident):
             self._load_logs(content)
         if content.has_evidence and (content.evidence != before.evidence or self._may_go_on()):
@@ -152,7 +153,9 @@ class SessionLoader:
 
     def _lost(self, text: str) -> None:
         self._is_lost = True
-        self._show_status(f"not reloaded: {text}")
+        url = self._session.content.url
+        is_gone = bool(absence(url))
+        self._show_status(f"{redact(url)} is gone: {_BEFORE}" if is_gone else f"not reloaded: {text}")
 
     def close(self) -> None:
         """Close the log files."""

@@ -180,3 +180,23 @@ def test_a_folder_with_another_number_is_no_rank(tmp_path: Path) -> None:
     run = open_run(str(tmp_path))
     assert run.world_size == 4
     assert any("no group has rank 48213" in flag.text for flag in run.flags)
+
+
+@pytest.mark.parametrize(("has_come", "told"), [(True, ("STARTED_NOT_COMPLETED", ())), (False, ("STRAGGLER", (2,)))])
+def test_a_late_rank_that_has_come_is_not_why_all_wait(
+    has_come: bool, told: tuple[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Rank 2 comes 0.9 s late to every operation but the last, in which all stand, or which it has yet to come to."""
+    for rank in range(3):
+        entries = []
+        for seq in range(1, 13 + (rank < 2 or has_come)):
+            is_done, at = seq < 13, START + seq * 1_200_000_000
+            late = 900_000_000 * (rank == 2 and is_done)
+            times: dict[str, Any] = {"time_created_ns": at + late + rank, "time_discovered_started_ns": at + late + 10}
+            times["time_discovered_completed_ns"] = at + 950_000_000 if is_done else None
+            entries.append(entry("2.9", seq, is_done=is_done, **times))
+        status = {"last_enqueued_collective": 13, "last_started_collective": 13, "last_completed_collective": 12}
+        value = {**dump("2.9", entries), "pg_status": {"0": status} if has_come else {}}
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(value, protocol=2))
+    top = diagnose(open_run(str(tmp_path)))[0]
+    assert (top.verdict, top.culprits) == told

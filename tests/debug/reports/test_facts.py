@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.debug.log_names.test_pods import first_verdict
+from titan_ckpt.debug import diagnose, open_run
+from titan_ckpt.debug.report.text import report_text
+from tools.paths import DATA, INCIDENTS
 
 FACTS = {
     "Unreachable": "[1,mpirank:0,algo-1]<stdout>:a:60:190 [0] NCCL WARN NET/OFI Request 0x7 completed with error. RC: 113. "
@@ -75,3 +78,10 @@ def test_a_fault_that_cuda_gdb_caught_is_that_of_its_rank(tmp_path: Path) -> Non
     text = 'Thread 1 "python" received signal CUDA_EXCEPTION_14, Warp Illegal Address.\n(cuda-gdb) bt\n'
     (tmp_path / "cuda-gdb-rank2.txt").write_text(text)
     assert first_verdict(tmp_path).culprits == (2,)
+
+
+@pytest.mark.parametrize(("folder", "words"), [(DATA / "run", "step 60"), (INCIDENTS / "skip", "last logged step 2")])
+def test_a_step_that_only_the_log_tells_is_so_called(folder: Path, words: str) -> None:
+    """A rank that logged step 2 stands in the next one."""
+    run = open_run(str(folder))
+    assert f"4 ranks · {words}" in report_text(run, diagnose(run))
