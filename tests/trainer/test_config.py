@@ -12,6 +12,7 @@ import torch
 
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.store.local import FileStore
 from titan_ckpt.trainer.config.toml_records import as_dict, parse_set, render, resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig, check_config, fixed_world_size, resolve_mesh
 from titan_ckpt.trainer.model.decoder import Decoder
@@ -203,6 +204,15 @@ def test_a_folder_of_another_program_is_left_alone(
     assert main(["train", DEBUG_CONFIG, "--set", f"save.url={tmp_path / 'theirs'}"]) == 2
     assert f"holds {name} of another program and no run; give the run a folder of its own" in capsys.readouterr().err
     assert [path.name for path in tmp_path.rglob("*")] == ["theirs", name]
+
+
+def test_a_disk_too_small_for_a_checkpoint_is_named_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FileStore, "free_bytes", lambda _self: 1000)
+    assert main(["train", TINY, "--set", f"save.url={tmp_path / 'run'}"]) == 3
+    assert "are to be written, 1,000 are free on that disk" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_circular_base_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from titan_ckpt.checkpoint.open import open_checkpoint
 from titan_ckpt.console.units import format_size
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.format.names import LOGS, METADATA, parse_step
-from titan_ckpt.store.base import Store
+from titan_ckpt.store.base import Store, check_free
 from titan_ckpt.store.open import open_store
 from titan_ckpt.trainer.config.toml_records import as_dict
 from titan_ckpt.trainer.config.train_config import TrainConfig
@@ -44,6 +44,10 @@ def preflight(config: TrainConfig) -> None:
     stores = [open_store(url) for url in config.save.tiers]  # all are looked at before anything is written
     for store in stores:
         check_own(store)
+        if not config.lora.rank:  # adapters are small
+            check_free(
+                store, lambda: int(kept_bytes(config.lora, plan_of(config.spec)))
+            )  # a checkpoint's weights alone
     for store in stores:
         leave_config(config, store)
 

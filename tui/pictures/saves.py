@@ -95,10 +95,11 @@ def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> 
     yield from fact("upload", _seconds(metrics.uploads.get(opened.step) if metrics is not None else None), width)
     yield row()
     yield head("largest tensors")
-    largest = sorted(manifest.tensors, key=lambda tensor: -int(np.prod(tensor.global_shape, dtype=np.int64)))
-    for tensor in largest[:_LARGEST]:
-        shape = "x".join(map(str, tensor.global_shape)) or "scalar"
-        yield row(truncate(f"  {shape:<14} {tensor.dtype:<9} {tensor.fqn}", width))
+    ordered = sorted(manifest.tensors, key=lambda tensor: -int(np.prod(tensor.global_shape, dtype=np.int64)))[:_LARGEST]
+    largest = [("x".join(map(str, t.global_shape)) or "scalar", str(t.dtype), t.fqn) for t in ordered]
+    shapes, dtypes = (max((len(cells[i]) for cells in largest), default=0) for i in (0, 1))
+    for shape, dtype, fqn in largest:
+        yield row(truncate(f"  {shape:<{shapes}}  {dtype:<{dtypes}}  {fqn}", width))
 
 
 def _dtypes(opened: Checkpoint) -> str:
