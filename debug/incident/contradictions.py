@@ -18,6 +18,7 @@ DUMP_SKEW_S = 120.0
 CLOCK_SKEW_NS = 1_000_000_000
 LEAST_COMMON = 4
 OLD_NS = 900 * 10**9  # by which the clocks of a job's hosts hardly differ
+ZONES_S = 15 * 3600.0  # logs tell local times, of zones that are up to 14 h from UTC
 MOST_COMPARED = 8  # ranks whose operations are looked up
 
 
@@ -95,6 +96,19 @@ def old_dumps(run: Run) -> tuple[int, ...]:
     late = late if 2 * len(late) < len(run.ranks) else set()
     old = tuple(sorted(late | _of_other_programs(run)))
     return old if 2 * len(old) <= len(run.ranks) else ()
+
+
+def dumps_before_steps(run: Run) -> tuple[int, ...]:
+    """All ranks with a dump, if the job logged steps so long after everything in the dumps that no time zone explains it."""
+    newest = {
+        rank: int(record.operations["created_ns"].max(initial=0))
+        for rank, record in run.ranks.items()
+        if record.has_flight_recorder
+    }
+    logs = [log for log in (run.job_log, *(record.log for record in run.ranks.values())) if log is not None]
+    after_s = max(newest.values(), default=0) / 1e9 + ZONES_S
+    steps = {step for log in logs for step, time_s in log.step_times.items() if time_s > after_s}
+    return tuple(newest) if any(newest.values()) and len(steps) > 1 else ()
 
 
 def _of_other_programs(run: Run) -> set[int]:

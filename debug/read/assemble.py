@@ -128,14 +128,21 @@ def assemble(evidence: RunEvidence, incident: str, incidents: tuple[str, ...]) -
         job_log=evidence.job_log,
         read_ns=time.time_ns(),
     )
-    if old := [rank for rank in disagreement.old_dumps(run) if evidence.ranks[rank].box is None]:
-        for rank in old:
-            evidence.ranks[rank].dumps.clear()
-            evidence.ranks[rank].known_groups.clear()
-        text = "the dump of these ranks is of an earlier attempt: the others finished what it waits in, or began long after it"
-        evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=(*old,)))
-        return assemble(evidence, incident, incidents)
+    for ranks_of, why in _OF_EARLIER:
+        if old := [rank for rank in ranks_of(run) if evidence.ranks[rank].box is None]:
+            for rank in old:
+                evidence.ranks[rank].dumps.clear()
+                evidence.ranks[rank].known_groups.clear()
+            text = f"the dump of these ranks is of an earlier attempt: {why}"
+            evidence.flags.append(Flag(flag=FlagKind.EARLIER_ATTEMPT, text=text, ranks=(*old,)))
+            return assemble(evidence, incident, incidents)
     return replace(run, flags=(*evidence.flags, *_flags(evidence, run)), wrappers=_wrappers(run))
+
+
+_OF_EARLIER = (
+    (disagreement.old_dumps, "the others finished what it waits in, or began long after it"),
+    (disagreement.dumps_before_steps, "steps were logged more than 15 h after all that is in it"),
+)
 
 
 def _is_box_newer(found: RankEvidence) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import pickle  # to write dumps as torch does
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,17 @@ def test_a_late_rank_that_has_come_is_not_why_all_wait(
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(value, protocol=2))
     top = diagnose(open_run(str(tmp_path)))[0]
     assert (top.verdict, top.culprits) == told
+
+
+@pytest.mark.parametrize(("hours", "is_old"), [(16, True), (14, False)])
+def test_dumps_from_long_before_the_logged_steps_are_old(hours: int, is_old: bool, tmp_path: Path) -> None:
+    """Rank 2 skipped #3 in yesterday's dumps; a zone of 14 h may explain the times of the log."""
+    write(tmp_path, "2.9", as_json=False)
+    begin = datetime.fromtimestamp(START / 1e9, UTC) + timedelta(hours=hours)
+    lines = [
+        f"{begin + timedelta(seconds=n):%Y-%m-%d %H:%M:%S} [rank{r}]: step {n}" for n in range(5) for r in range(3)
+    ]
+    (tmp_path / "console.log").write_text("\n".join(lines) + "\n")
+    run = open_run(str(tmp_path))
+    assert any(flag.flag == "EARLIER_ATTEMPT" for flag in run.flags) == is_old
+    assert (diagnose(run)[0].verdict == "RUNNING") == is_old
