@@ -16,7 +16,7 @@ from titan_ckpt.console.picture import MARK, add_force_flag, check_picture, writ
 from titan_ckpt.console.progress import ProgressLine
 from titan_ckpt.console.store_arguments import add_store_arguments
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.looks_well import went_on
+from titan_ckpt.debug.diagnosis.looks_well import as_ended, went_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Run, Verdict
@@ -158,7 +158,7 @@ def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse
     """The page and the trace, where they are asked for."""
     if arguments.html is not None:
         waiters = (waiter for waiter, _ in verdicts[0].chain)
-        states = seen_situations(evidence, situations(evidence), verdicts[0], waiters)
+        states = as_ended(evidence, seen_situations(evidence, situations(evidence), verdicts[0], waiters))
         page = report_html(evidence, verdicts, states, time.time())
         write_picture(arguments.html, page, is_forced=arguments.force)
         write_note(f"wrote {arguments.html}")

@@ -22,7 +22,7 @@ from titan_ckpt.debug.diagnosis.from_logs.outlived import with_outlived
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults, reported
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import watchdogs
 from titan_ckpt.debug.diagnosis.looks import is_one_look, of_one_look, stands_still, went_on_between
-from titan_ckpt.debug.diagnosis.looks_well import healthy, looks_quiet, looks_well, went_on
+from titan_ckpt.debug.diagnosis.looks_well import healthy, is_ending, looks_quiet, looks_well, went_on
 from titan_ckpt.debug.diagnosis.mismatches.mismatch import mismatch, shifted
 from titan_ckpt.debug.diagnosis.mismatches.one_too_many import one_too_many, outlasted
 from titan_ckpt.debug.diagnosis.mismatches.out_of_step import (
@@ -117,6 +117,8 @@ def _without_fault(
     is_over = went_on(run)
     if is_over or (looks_well(run, found_lanes, edges, states) and not faults(run)):
         return healthy(run, found_lanes, is_over=is_over)
+    if is_ending(run) and not faults(run):
+        return running(None, None, is_ending=True)
     is_aborted = any(abort_stack(record) is not None for record in run.ranks.values())
     stuck = same_operation(run, found_lanes) if not edges and not is_aborted else None
     if stuck is not None:

@@ -108,6 +108,19 @@ def leaving(run: Run) -> list[RankRecord]:
     ]
 
 
+def as_ended(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:
+    """The states; ranks of a job that ended well have finished: what a stack shows was after the end, or has gone on since."""
+    return {rank: Situation(rank=rank, kind=RankState.FINISHED) for rank in states} if went_on(run) else dict(states)
+
+
+def is_ending(run: Run) -> bool:
+    """Whether all recorders stopped in order, and the processes without an exit status were seen a moment ago."""
+    beats = [record.heartbeat for record in run.ranks.values()]
+    are_stopped = all(beat is not None and beat.is_stopped and not beat.status for beat in beats)
+    last = [record.heartbeat for record in leaving(run) if record.heartbeat is not None]
+    return are_stopped and bool(last) and not any(is_silent(run, beat) for beat in last)
+
+
 def _has_stall(run: Run) -> bool:
     """Whether a recorder saw its stall time pass without progress, and nothing newer of its rank was collected."""
     reasons = (one.reason for record in run.ranks.values() for found in (record.dumps, record.stacks) for one in found)
@@ -152,7 +165,7 @@ def _had_trouble(record: RankRecord) -> bool:
 
 def healthy(run: Run, lanes: Sequence[Lane], *, is_over: bool) -> Verdict:
     """HEALTHY: the job ended well. RUNNING, where no end of it is known, and all ranks agree: it may stand still elsewhere."""
-    newest = ", ".join(f"{run.groups[lane.group]} at #{int(lane.last.max())}" for lane in lanes[:3])
+    newest = ", ".join(f"group {run.groups[lane.group]} at #{int(lane.last.max())}" for lane in lanes[:3])
     heard = sum(bool(record.dumps) for record in run.ranks.values())
     is_sure = heard == len(run.ranks)
     basis = Basis.QUIET_LOGS if not lanes else Basis.ALL_DONE if is_sure else Basis.ALL_AGREE

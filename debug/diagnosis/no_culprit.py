@@ -37,12 +37,14 @@ def says_done(run: Run) -> bool:
     return bool(logs) and all(log.done_line > log.last_step_line for log in logs)
 
 
-def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = False) -> Verdict:
+def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = False, is_ending: bool = False) -> Verdict:
     """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show. `is_done`: its logs
-    say that training is done."""
+    say that training is done; `is_ending`: its recorders have just stopped."""
     facts = "no error, no exit code, and nothing that has waited for long"
     if is_done:
         facts += "; the logs say that training is done, but not that the processes ended"
+    if is_ending:
+        facts = "the recorders stopped in order a moment ago; no exit status has followed yet"
     if pace is not None:
         facts = "all ranks were told to end (SIGTERM); until then " if pace.is_told else ""
         facts += f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
@@ -59,7 +61,7 @@ def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = Fal
         evidence=(Evidence(text=facts), *(suspected.evidence[:4] if suspected else ())),
         next_steps=(
             "look whether its processes are gone, and at the launcher's exit code: 0 means that all is well"
-            if is_done
+            if is_done or is_ending
             else "look again in a minute: only a job that has not gone on between two looks hangs",
         ),
     )

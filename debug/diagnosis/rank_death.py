@@ -80,7 +80,7 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
-        return hang_stack(record) is not None or not _ended_itself(record)
+        return "met_peers" in event.values or hang_stack(record) is not None or not _ended_itself(record)
     return logged_on(record, event) or _works_on(record, event) or _was_told_first(record)
 
 

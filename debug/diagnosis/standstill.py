@@ -115,7 +115,8 @@ def _wait(record: RankRecord) -> float | None:
     """For how long a rank's newest operation had been pending when the evidence was taken; None if no time is known."""
     created = record.operations["created_ns"][pending(record.operations)]
     told = [int(dump.time_s * 1e9) for dump in record.dumps if "sigterm" in dump.reason and dump.time_s]
-    looked_ns = min(told, default=0) or looked_at_ns(record)
+    last_ns = looked_at_ns(record)  # a copied dump's file is younger
+    looked_ns = min(told + [last_ns] * (last_ns > 0), default=0)
     if not len(created) or not looked_ns or int(created.max()) <= 0:
         return None
     since = max(int(created.max()), record.heartbeat.moved_ns if record.heartbeat else 0)

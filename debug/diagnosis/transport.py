@@ -12,7 +12,7 @@ from titan_ckpt.debug.diagnosis.align import Lane, elements_of, first_disagreeme
 from titan_ckpt.debug.diagnosis.mismatches.splits import split_mismatch
 from titan_ckpt.debug.diagnosis.waiting.device_order import has_lost_head, has_order, head_rows, is_behind
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import is_queued
-from titan_ckpt.debug.incident.confidence import Basis
+from titan_ckpt.debug.incident.confidence import IN_FLIGHT, Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind, EventKind, FlagKind, VerdictKind
@@ -34,8 +34,11 @@ from titan_ckpt.debug.incident.records import (
 
 def transport(run: Run, lanes: Sequence[Lane]) -> Iterator[Verdict]:
     """SCHEDULED_NOT_STARTED, STARTED_NOT_COMPLETED and P2P_SIZE_MISMATCH."""
-    for lane in lanes:
-        yield from _not_finished(run, lane)
+    found = [verdict for lane in lanes for verdict in _not_finished(run, lane)]
+    together = [{*verdict.culprits, *verdict.victims} for verdict in found]
+    for verdict, ranks in zip(found, together, strict=True):
+        is_alone = verdict.verdict == VerdictKind.STUCK_ON_CPU or all(ranks & others for others in together)
+        yield verdict if is_alone else replace(verdict, confidence=verdict.confidence * IN_FLIGHT)
     yield from _p2p_sizes(run)
 
 

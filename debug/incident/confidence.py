@@ -275,6 +275,7 @@ OTHER_FAULT = 0.5  # a straggler in a job that hangs for another reason
 DIED_FIRST = 0.8  # the culprit of a mismatch had raised an exception before
 NAMED_TOGETHER = 0.9  # several ranks of which only the absence is known
 CONTRADICTED = 0.45  # other evidence speaks against it: then it accuses nobody
+IN_FLIGHT = 0.5  # ranks that have nothing to do with one another show the same: a job that goes on looks so
 MET = 0.45  # all ranks completed the operation in which they disagreed: it held nobody, and nothing else is known
 SHIFTED = 0.95  # a mismatch traced back to an earlier line
 

@@ -18,6 +18,7 @@ from titan_ckpt.version import DOCUMENTATION
 MAX_WAITS = 4
 MAX_PLACES = 4
 MAX_COMMANDS = 3
+HANGS = "did not end"
 
 
 def when(run: Run, top: Verdict, now_s: float) -> str:
@@ -58,7 +59,8 @@ def fact(item: Evidence) -> str:
     """`rank 3: its text at train.py:12  [the file it was read from]`."""
     rank = f"rank {item.rank}: " if item.rank is not None else ""
     place = f" at {item.file}:{item.line}" if item.file and f"{item.file}:{item.line}" not in item.text else ""
-    return f"{rank}{item.text}{place}{f'  [{item.source}]' if item.source else ''}"
+    source = item.source.removesuffix(":0")  # of no line
+    return f"{rank}{item.text}{place}{f'  [{source}]' if source else ''}"
 
 
 def step_text(run: Run, step: int) -> str:
@@ -82,9 +84,14 @@ def stack_of(record: RankRecord) -> tuple[StackSnapshot, Thread] | None:
     return None
 
 
-def waiting(run: Run) -> Iterator[str]:
-    """A line per operation that ranks wait in."""
-    found = waits(run)
+def open_word(top: Verdict) -> str:
+    """What is said of an operation that was open when it was recorded: in a job that was only slow it ended."""
+    return "open when it was recorded" if top.is_healthy or top.verdict == VerdictKind.STRAGGLER else HANGS
+
+
+def waiting(run: Run, top: Verdict) -> Iterator[str]:
+    """A line per operation that ranks wait in; none of a job that was only slow."""
+    found = waits(run) if open_word(top) == HANGS else []
     for wait in found[:MAX_WAITS]:
         yield f"{rank_list(wait.ranks)}: {wait.text}"
     if len(found) > MAX_WAITS:

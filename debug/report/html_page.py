@@ -14,7 +14,17 @@ from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.kinds import OperationState, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
-from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, step_text, waiting, where
+from titan_ckpt.debug.report.facts import (
+    commands,
+    fact,
+    lasting,
+    open_word,
+    page_of,
+    stack_of,
+    step_text,
+    waiting,
+    where,
+)
 from titan_ckpt.debug.report.html_style import STYLE
 from titan_ckpt.debug.report.timeline import timeline
 from titan_ckpt.location import redact, redact_text
@@ -36,8 +46,8 @@ def report_html(run: Run, verdicts: Sequence[Verdict], states: Mapping[int, Situ
         f"<style>{STYLE}</style></head><body><main>",
         *_head(run, top, now_s),
         *_why(run, verdicts),
-        *_section("Operations over time", _timeline(run, parties)),
-        *_section("Ranks", _parties(run, parties)),
+        *_section("Operations over time", _timeline(run, parties, open_word(top))),
+        *_section("Ranks", _parties(run, parties, open_word(top))),
         *_section("Stacks", _stacks(run, parties)),
         *_section("Logs", _logs(run, top)),
         *_section("Every rank", _all_ranks(run, top, states) if len(parties) < len(run.ranks) else ()),
@@ -82,7 +92,7 @@ def _why(run: Run, verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield from _section("Who waits for whom", _list(_chain(top)))
     if top.is_healthy:
         return
-    yield from _section("Who waits in what", _list(waiting(run)))
+    yield from _section("Who waits in what", _list(waiting(run, top)))
     steps = [*_list(top.next_steps, tag="ol"), *(f"<pre>{_text(line)}</pre>" for line in commands(run, top))]
     more = f'<p class="dim">More about {_text(top.verdict)}: {_text(page_of(top))}</p>'
     yield from _section("What to do", [*steps, more])
@@ -101,13 +111,13 @@ def _chain(top: Verdict) -> list[str]:
     return [*lines[:MOST_WAITS], *([f"and {len(lines) - MOST_WAITS:,} more"] if len(lines) > MOST_WAITS else [])]
 
 
-def _timeline(run: Run, parties: Sequence[Alike]) -> Iterator[str]:
-    drawn = timeline(run, parties)
+def _timeline(run: Run, parties: Sequence[Alike], unended: str) -> Iterator[str]:
+    drawn = timeline(run, parties, unended)
     if drawn:
         yield drawn
         yield (
             '<p class="dim">The newest operations of each rank, or of one rank of a party that is alike. '
-            '<span class="done">done</span> <span class="p2p">send or receive</span> <span class="pending">did not end</span></p>'
+            f'<span class="done">done</span> <span class="p2p">send or receive</span> <span class="pending">{unended}</span></p>'
         )
 
 
@@ -119,31 +129,31 @@ def _table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]) -> I
     yield "</tbody></table>"
 
 
-def _parties(run: Run, parties: Sequence[Alike]) -> Iterator[str]:
-    rows = ((party.mark, _party(run, party)) for party in parties[:MOST_PARTIES])
+def _parties(run: Run, parties: Sequence[Alike], unended: str) -> Iterator[str]:
+    rows = ((party.mark, _party(run, party, unended)) for party in parties[:MOST_PARTIES])
     yield from _table(("ranks", "", "state", "at", "operation", "step", "host:pid"), rows)
     if len(parties) > MOST_PARTIES:
         yield f'<p class="dim">and {len(parties) - MOST_PARTIES:,} more parties</p>'
 
 
-def _party(run: Run, party: Alike) -> Sequence[str]:
+def _party(run: Run, party: Alike, unended: str) -> Sequence[str]:
     rank, state = party.ranks[0], party.situation
     frame, step = state.frame.place if state.frame else "", run.step_of(rank)
     record = run.ranks[rank]
     return (
         party.label, party.mark, f"{state.kind.replace('_', ' ')}{f': {state.call}' if state.call else ''}", frame,
-        _operation(run, record), "" if step is None else str(step), _place(record),
+        _operation(run, record, unended), "" if step is None else str(step), _place(record),
     )  # fmt: skip
 
 
-def _operation(run: Run, record: RankRecord) -> str:
+def _operation(run: Run, record: RankRecord, unended: str) -> str:
     row = last_row(record)
     if row < 0:
         return ""
     last = run.operation(record.rank, row)
     number = f" #{last.seq}" if last.seq >= 0 else ""
     has_ended = last.retired or last.state == OperationState.COMPLETED
-    return f"{last.op}{number} of {last.group}: {'ended' if has_ended else 'did not end'}"
+    return f"{last.op}{number} of {last.group}: {'ended' if has_ended else unended}"
 
 
 def _place(record: RankRecord) -> str:

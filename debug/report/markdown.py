@@ -28,7 +28,7 @@ def report_markdown(run: Run, verdicts: Sequence[Verdict], now_s: float) -> str:
     ]
     lines += _section("Why", [fact(item) for item in top.evidence])
     if not top.is_healthy:
-        lines += _section("Who waits in what", waiting(run))
+        lines += _section("Who waits in what", waiting(run, top))
         lines += _section("What to do", top.next_steps)
         if found := commands(run, top):
             lines += ["", "```sh", *(escape_line(line) for line in found), "```"]

@@ -30,7 +30,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
         lines += ["why:", *(f"  - {_wrapped(text, 4)}" for text in _why(top))]
     if top.chain:
         lines.append(_chain(top))
-    if not top.is_healthy and (held := list(waiting(run))):
+    if not top.is_healthy and (held := list(waiting(run, top))):
         lines += ["who waits in what:", *(f"  - {_wrapped(line, 4)}" for line in held)]
     if not top.is_healthy and (located := where(run, top)):
         lines.append(f"where: {_wrapped('; '.join(located), 2)}")

@@ -12,6 +12,7 @@ from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.records import Run
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, pending
 from titan_ckpt.debug.report.alike import Alike
+from titan_ckpt.debug.report.facts import HANGS
 
 MOST_ROWS = 48
 SHOWN_OPERATIONS = 24
@@ -31,8 +32,8 @@ class _Window:
         return LABEL + (WIDTH - LABEL) * min(max(share, 0.0), 1.0)
 
 
-def timeline(run: Run, parties: Sequence[Alike]) -> str:
-    """The SVG; "" if no operation has a time."""
+def timeline(run: Run, parties: Sequence[Alike], unended: str) -> str:
+    """The SVG; "" if no operation has a time. `unended`: what is said of an operation without an end."""
     shown = [party for party in parties[:MOST_ROWS] if len(run.ranks[party.ranks[0]].operations)]
     window = _window(run, shown)
     if window is None:
@@ -45,8 +46,8 @@ def timeline(run: Run, parties: Sequence[Alike]) -> str:
     for index, party in enumerate(shown):
         y = HEAD + ROW * index
         lines.append(f'<text class="{party.mark or "label"}" x="0" y="{y + 13}">{escape(party.label)}</text>')
-        lines += _bars(run, party.ranks[0], window, y)
-    if began := began_ns(run):
+        lines += _bars(run, party.ranks[0], window, y, unended)
+    if unended == HANGS and (began := began_ns(run)):
         x = window.x(began)
         lines.append(f'<line class="stop" x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 6}" y2="{height}"/>')
         place = f'x="{x + 3:.1f}"' if x < WIDTH - STOP_TEXT else f'x="{x - 3:.1f}" text-anchor="end"'
@@ -75,7 +76,7 @@ def _axis(window: _Window, height: int) -> Iterator[str]:
         yield f'<text class="tick" x="{x:.1f}" y="11">{text}</text>'
 
 
-def _bars(run: Run, rank: int, window: _Window, y: int) -> Iterator[str]:
+def _bars(run: Run, rank: int, window: _Window, y: int, unended: str) -> Iterator[str]:
     """The rank's operations; what did not end is painted last, on top."""
     table = run.ranks[rank].operations
     first = max(len(table) - 4 * SHOWN_OPERATIONS, 0)
@@ -90,7 +91,7 @@ def _bars(run: Run, rank: int, window: _Window, y: int) -> Iterator[str]:
         x, operation = window.x(begin), run.operation(rank, int(row))
         width = max(window.x(end) - x, 1.5)
         number = f" #{operation.seq}" if operation.seq >= 0 else ""
-        took = "did not end" if is_pending else format_duration((end - begin) / 1e9)
+        took = unended if is_pending else format_duration((end - begin) / 1e9)
         title = escape(f"rank {rank}: {operation.op}{number} of group {operation.group}, {operation.sizes}: {took}")
         yield (
             f'<rect class="{kind}" x="{x:.1f}" y="{y + 2}" width="{width:.1f}" height="{ROW - 4}"><title>{title}</title></rect>'

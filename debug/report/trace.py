@@ -96,7 +96,7 @@ def _event(run: Run, rank: int, row: int, track: int, begin_ns: int, took_ns: in
         "peer": operation.peer if operation.p2p and operation.peer >= 0 else None,
         "sizes": operation.sizes,
         "dtypes": operation.dtypes,
-        "state": operation.state,
+        "state": operation.state if is_pending else OperationState.COMPLETED,
         "line": frame.place if frame else "",
     }
     number = f" #{operation.seq}" if operation.seq >= 0 else ""

@@ -13,7 +13,7 @@ import numpy as np
 from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.align import Lane, is_uneven, lanes, with_odd_marked
 from titan_ckpt.debug.diagnosis.diagnose import diagnose
-from titan_ckpt.debug.diagnosis.looks_well import went_on
+from titan_ckpt.debug.diagnosis.looks_well import as_ended, went_on
 from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
@@ -303,16 +303,11 @@ def diagnosed(run: Run) -> Incident:
         verdicts=verdicts,
         lanes=(*(with_odd_splits(run, with_odd_marked(run, lane, verdicts[0]), verdicts[0]) for lane in found), *p2p),
         num_p2p_lanes=len(p2p),
-        states=_as_ended(run, seen_situations(run, states, verdicts[0], {edge.waiter for edge in edges})),
+        states=as_ended(run, seen_situations(run, states, verdicts[0], {edge.waiter for edge in edges})),
         edges=edges,
         began_ns=began_ns(run),
         last_sign_ns=last_sign_ns(run),
     )
-
-
-def _as_ended(run: Run, states: Mapping[int, Situation]) -> dict[int, Situation]:
-    """The states; ranks of a job that ended well have finished: what a stack shows was after the end, or has gone on since."""
-    return {rank: Situation(rank=rank, kind=RankState.FINISHED) for rank in states} if went_on(run) else dict(states)
 
 
 def with_odd_splits(run: Run, lane: Lane, top: Verdict) -> Lane:

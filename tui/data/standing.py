@@ -63,6 +63,12 @@ class Standing:
                 kept |= {i: short} if len(line({i: short})) <= width else {}
             for i in [i for i in some if i in kept]:
                 kept[i] = next(form for form in _forms(self.facts[i]) if len(line({i: form})) <= width)
+        for i in (i for i in places[sure + 1 :] if i not in kept and sure in kept):
+            whole = {
+                i: self.facts[i],
+                sure: _forms(self.facts[sure])[1],
+            }  # rather a moment than the confidence in words
+            kept |= whole if len(line(whole)) <= width else {}
         return truncate(line({}), width)
 
 

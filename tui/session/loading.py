@@ -9,7 +9,7 @@ from typing import Any
 
 from textual.app import App
 
-from titan_ckpt.errors import TitanError
+from titan_ckpt.errors import NotFoundError, TitanError
 from titan_ckpt.location import absence, redact, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
@@ -90,17 +90,25 @@ class SessionLoader:
         now_s = time.monotonic()
         if self.is_busy or now_s < self._not_before_s:
             return
-        if now_s >= self._more_s and self._may_grow():
-            self._more_s = now_s + MORE_S
-            self.reload()
-        elif self._may_go_on():
-            self._load_incident(self._session.content)
-
-    def _may_grow(self) -> bool:
-        """Whether runs of a list on this machine, or the run itself, may get more: remote stores are listed while following."""
         s, content = self._session, self._session.content
-        is_open = content.has_runs or s.incident.value is None or self._may_go_on()
-        return is_open and scheme(content.url) == "file"
+        if now_s >= self._more_s and scheme(content.url) == "file":  # remote stores are listed while following
+            self._more_s = now_s + MORE_S
+            is_open = content.has_runs or s.incident.value is None or self._may_go_on()
+            (self.reload if is_open else self._look_for_a_new_job)()
+        elif self._may_go_on():
+            self._load_incident(content)
+
+    def _look_for_a_new_job(self) -> None:
+        """List the folder of a job that has ended, and load what is there if it is another incident or has other files."""
+        before = self._session.content
+
+        def found(content: Content) -> None:
+            is_other = (content.incident, content.evidence) != (before.incident, before.evidence)
+            if self._session.content is before and (is_other or self._is_lost):
+                self._found(content)
+
+        what = "looking for a new job"
+        tasks.start(self._app, what, lambda: find_content(before.url, before.chosen), found, self._lost)
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
@@ -135,6 +143,8 @@ class SessionLoader:
 
         def look() -> Incident:
             found = load_incident(content.url, content.chosen, on_read=self._progress(s.incident).show)
+            if former is not None and _is_recorded(former) and not _is_recorded(found):
+                raise NotFoundError(f"what the recorders wrote is gone; {_BEFORE}")
             return found.confirmed_by(former) if ticking(found, s.clock()) else found
 
         def after() -> None:
@@ -272,6 +282,11 @@ class SessionLoader:
                 self._show_status(f"{part.what} not reloaded: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)
+
+
+def _is_recorded(incident: Incident) -> bool:
+    """Whether anything but logs was read."""
+    return any(record.dumps or record.stacks or record.has_recorder for record in incident.run.ranks.values())
 
 
 def _story(incident: Incident) -> tuple[object, ...]:

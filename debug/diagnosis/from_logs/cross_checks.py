@@ -28,7 +28,7 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if _was_felt_by_nobody(run, verdict) or _went_past(run, verdict):
         return True
-    if are_of_earlier_run(run, verdict.culprits):
+    if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict):
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
@@ -37,10 +37,20 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if is_recorded or not verdict.culprits or verdict.verdict not in _NOT_COME:
         return False
-    accused = set(verdict.culprits)
-    stale = {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
-    named = set(absent_ranks(run))
-    return bool(accused & stale) or bool(named and not accused & named)
+    accused, named = set(verdict.culprits), set(absent_ranks(run))
+    return bool(accused & _dumped_too_early(run)) or bool(named and not accused & named)
+
+
+def _dumped_too_early(run: Run) -> set[int]:
+    return {rank for flag in run.flags if flag.flag == FlagKind.DUMP_SKEW for rank in flag.ranks}
+
+
+def _is_of_old_dumps(run: Run, verdict: Verdict) -> bool:
+    """Whether it compares dumps of different moments: what a device had not ended in one may have ended since, and what the
+    others had not issued they may have issued since."""
+    if verdict.verdict in _OF_DEVICES:
+        return bool(_dumped_too_early(run) & set(verdict.culprits))
+    return verdict.subtype == Subtype.EXTRA_COLLECTIVE and bool(_dumped_too_early(run))
 
 
 _OF_DEVICES = (VerdictKind.STARTED_NOT_COMPLETED, VerdictKind.SCHEDULED_NOT_STARTED)

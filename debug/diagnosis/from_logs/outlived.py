@@ -6,12 +6,18 @@ from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
+from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import LogEvent, RankRecord, Run
+
+_OWN = (EventKind.EXCEPTION, EventKind.OOM)
+_OF_PEERS = (EventKind.COMM_TIMEOUT, EventKind.COMM_CLOSED)
 
 
 def with_outlived(run: Run) -> Run:
     """The run; own errors are marked as outlived on ranks whose NCCL watchdog then reported the operation in which a peer waits,
-    too: they came there, and their processes were alive when it timed out. Stacks tell better where they were."""
+    too: they came there, and their processes were alive when it timed out. Stacks tell better where they were. So are errors
+    after which the rank raised another one of an operation that its peers did not end, in no handler of the first."""
+    run = replace(run, ranks={rank: _without_caught(record) for rank, record in run.ranks.items()})
     works = {rank: work for rank, record in run.ranks.items() if (work := timed_out(record)) is not None}
     changed: dict[int, RankRecord] = {}
     for rank, work in works.items():
@@ -24,7 +30,19 @@ def with_outlived(run: Run) -> Run:
     return replace(run, ranks={**run.ranks, **changed}) if changed else run
 
 
+def _without_caught(record: RankRecord) -> RankRecord:
+    """The record; own errors before the last error of an operation that no handler raised are marked as outlived."""
+    raised = [event for event in record.events if event.kind in _OF_PEERS and "type" in event.values]
+    last = {event.source: event.line for event in raised if "cause" not in event.values}
+    caught = [e for e in record.events if e.kind in _OWN and "type" in e.values and e.line < last.get(e.source, 0)]
+    for error in caught:
+        record = _marked(record, error)
+    return record
+
+
 def _marked(record: RankRecord, error: LogEvent) -> RankRecord:
     assert record.log is not None
-    events = (replace(e, values={**e.values, "outlived": "1"}) if e is error else e for e in record.events)
+    events = (
+        replace(e, values={**e.values, "outlived": "1", "met_peers": "1"}) if e is error else e for e in record.events
+    )
     return replace(record, log=replace(record.log, events=tuple(events)))

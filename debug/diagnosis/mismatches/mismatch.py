@@ -227,7 +227,7 @@ def _call_site_verdict(meeting: Meeting, start: int, blame: Blame) -> Verdict:
 
 
 _TEXT = {
-    VerdictKind.SKIPPED_COLLECTIVE: "{who} skipped {common} #{seq} of group {group}: it issued {deviant} while the others wait "
+    VerdictKind.SKIPPED_COLLECTIVE: "{who} skipped {op} #{seq} of group {group}: it issued {deviant} while the others wait "
     "in {common}",
     VerdictKind.ORDER_MISMATCH: "{who} issued {deviant} and {common} of group {group} in a different order from the others "
     "(from #{seq})",
@@ -294,9 +294,11 @@ def _headline(meeting: Meeting, reading: Reading, common: Side, deviant: Side, c
             f"{rank_list(common.ranks)} issued {_spelled(a)} where {rank_list(deviant.ranks)} issued {_spelled(b)} "
             f"(#{meeting.seq} of group {meeting.group}); the evidence does not show which of them is wrong"
         )
-    template = _TEXT[reading.subtype or reading.verdict]
-    return template.format(
-        who=rank_list(culprits), common=a.op, deviant=b.op, seq=meeting.seq, group=meeting.group,
+    kind = reading.subtype or reading.verdict
+    is_alike = kind == VerdictKind.SKIPPED_COLLECTIVE and a.op == b.op and a.sizes != b.sizes
+    usual, other = (f"{each.op} of {each.sizes or 'nothing'}" if is_alike else each.op for each in (a, b))
+    return _TEXT[kind].format(
+        who=rank_list(culprits), op=a.op, common=usual, deviant=other, seq=meeting.seq, group=meeting.group,
         common_sizes=a.sizes, deviant_sizes=b.sizes, common_dtypes=a.dtypes, deviant_dtypes=b.dtypes,
         common_root=a.peer, deviant_root=b.peer,
     )  # fmt: skip

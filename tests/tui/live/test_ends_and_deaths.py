@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.support.screen_pictures import screen_text
 from tests.tui.test_story import NOW_S, live
+from titan_ckpt.debug import diagnose
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Situation, Verdict
 from titan_ckpt.tui.app import TitanApp
@@ -19,7 +22,7 @@ from titan_ckpt.tui.data.standing import Standing, is_unsettled, standing
 from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens.overview import live_rows, ranks_rows
 from titan_ckpt.tui.screenshot import settled
-from tools.paths import INCIDENTS
+from tools.paths import DATA, INCIDENTS
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,51 @@ async def test_the_end_is_looked_at_until_it_is_settled(skip: Incident, monkeypa
     assert is_unsettled(leaving, NOW_S + 60)
     assert not is_unsettled(ended, NOW_S + 60)
     assert not is_unsettled(leaving, NOW_S + 3600)
+
+
+async def test_a_job_in_the_folder_of_one_that_ended_well_is_noticed(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "run", tmp_path / "run")
+    first = next((tmp_path / "run" / "debug").iterdir())
+    app = TitanApp(find_content(str(tmp_path / "run")), clock=lambda: NOW_S)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        assert app.session.incident.value is not None
+        shutil.copytree(first, first.parent / "20991231T000000Z")
+        app._loader._not_before_s = app._loader._more_s = 0.0
+        app._loader.judge_if_rested()
+        while app.session.content.incident != "20991231T000000Z" or not app.is_settled:
+            await pilot.pause(0.01)
+        assert app.session.incident.value.run.incident == "20991231T000000Z"
+
+
+async def test_recordings_that_vanish_leave_what_was_read(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "run", tmp_path / "run")
+    app = TitanApp(find_content(str(tmp_path / "run")), clock=lambda: NOW_S)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        before = app.session.incident.value
+        shutil.rmtree(tmp_path / "run" / "debug")
+        (tmp_path / "run" / "logs" / "rank_00000.log").write_text("step 1\n")
+        app._loader.reload()
+        while "is gone" not in app._status_text:
+            await pilot.pause(0.01)
+        assert "what the recorders wrote is gone; shown is what was read before" in app._status_text
+        assert app.session.incident.value is before
+
+
+def test_a_process_that_is_leaving_is_no_hang_for_some_seconds() -> None:
+    """Its recorder has stopped in order, and its exit status is not there yet."""
+    run = load_incident(str(DATA / "run")).run
+    ranks = {
+        rank: replace(
+            record, heartbeat=replace(record.heartbeat, is_stopped=True, is_leaving=True, status=None), exit=None
+        )
+        for rank, record in run.ranks.items()
+        if record.heartbeat is not None
+    }
+    last_ns = max(record.heartbeat.alive_ns for record in ranks.values() if record.heartbeat is not None)
+    for after_s, kind in ((3, VerdictKind.RUNNING), (60, VerdictKind.INSUFFICIENT_DATA)):
+        assert diagnose(replace(run, ranks=ranks, read_ns=last_ns + after_s * 10**9))[0].verdict == kind
 
 
 def test_a_rank_that_is_shown_as_dead_is_not_counted_as_alive(skip: Incident) -> None:

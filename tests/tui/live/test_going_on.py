@@ -74,7 +74,7 @@ def test_a_step_that_only_the_logs_tell_is_shown(skip: Incident) -> None:
         if record.heartbeat is not None
     }
     told = replace(going_on, run=replace(going_on.run, ranks=ranks))
-    assert standing(told, NOW_S).facts[0] == "step 43"
+    assert standing(told, NOW_S).facts[0] == "last logged step 43"
     untold = {rank: replace(record, log=None) for rank, record in ranks.items()}
     untold_run = replace(going_on, run=replace(going_on.run, ranks=untold))
     assert standing(untold_run, NOW_S).facts[0] == "4 of 4 ranks alive"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -30,12 +30,14 @@ _BY_TORCH = re.compile(r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} ")
 @dataclass(slots=True)
 class Caught:
     """Of one file. `has_quotes`: lines behind `>` are no quotes in it, as most are. `passed_line`: where all tests had passed.
-    `steps`: the lines at which the job came to a new step, and these. `timed`: line, time and rank of steps."""
+    `steps`: the lines at which the job came to a new step, and these. `timed`: line, time and rank of steps;
+    `numbered`: line, number and rank of steps."""
 
     has_quotes: bool = True
     passed_line: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
     timed: list[tuple[int, float, int]] = field(default_factory=list)
+    numbered: list[tuple[int, int, int]] = field(default_factory=list)
 
     def look_at(self, texts: Sequence[str]) -> None:
         """Judge by the beginning of the file what `>` is."""
@@ -56,15 +58,31 @@ class Caught:
         """Note whether the line brought the job to a new step; some lines about a step have no number."""
         if stream.last_step_line == number and stream.time_s is not None and len(self.timed) < MOST_STEPS:
             self.timed.append((number, stream.time_s, stream.rank))
+        if stream.last_step_line == number and stream.last_step is not None and len(self.numbered) < MOST_STEPS:
+            self.numbered.append((number, stream.last_step, stream.rank))
         if stream.last_step_line == number and len(self.steps) < MOST_STEPS:
             newest = self.steps[-1][1] if self.steps else -1
             step = newest + 1 if stream.last_step is None else stream.last_step
             if step > newest:
                 self.steps.append((number, step))
 
-    def _drop_outlived(self, endings: Endings) -> None:
+    def _went_on(self, line: int, rank: int, done_line: int) -> bool:
+        """Whether a rank that says no times came to several new steps after a line, and either had come to some before or then
+        said that it is done: so these were not held back, nor of a file that stands below. Where no step has a rank, whether
+        as many as before came to each."""
+        mine = [(at, step) for at, step, of in self.numbered if of == rank]
+        before, after = (Counter(s for at, s, _ in self.numbered if (at > line) is late) for late in (False, True))
+        if not mine:
+            usual = max(before.values(), default=0)
+            return usual > 1 and sum(count >= usual for step, count in after.items() if step >= max(before)) > SEVERAL
+        later = [step for at, step in mine if at > line]
+        is_between = len(before) > 0 and len(later) < len(mine) and later[:1] >= [max(before)]
+        return len(later) > SEVERAL and (is_between or done_line > line)
+
+    def _drop_outlived(self, streams: Sequence[Stream], endings: Endings) -> None:
         """Drop the ends of processes after which the rank of that number came to several more steps: another program's, which the
         job had started, or an earlier attempt's. (What a rank held back and wrote late is of an earlier time.)"""
+        done = {stream.rank: stream.done_line for stream in streams}
         lines, newest_s = [line for line, _, _ in self.timed], [0.0]
         newest_s.extend(itertools.accumulate((time_s for _, time_s, _ in self.timed), max))
         of_rank: defaultdict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -72,6 +90,8 @@ class Caught:
             of_rank[rank].append((line, time_s))
 
         def is_outlived(line: int, rank: int) -> bool:
+            if not lines:
+                return self._went_on(line, rank, done.get(rank, 0))
             since_s, found = newest_s[bisect.bisect_left(lines, line)], of_rank.get(rank, [])
             return sum(time_s > since_s for _, time_s in found[bisect.bisect_left(found, (line, 0.0)) :]) > SEVERAL
 
@@ -91,7 +111,8 @@ class Caught:
         """Drop the ends of processes that the job outlived. Mark the exceptions before which the job came to several steps, and
         after which it came to more; and those of code that was passed as text, after which the writer went on: a sample of a
         code benchmark failed."""
-        self._drop_outlived(endings)
+        streams = [*streams]
+        self._drop_outlived(streams, endings)
         lines = [line for line, _ in self.steps]
         for stream, events in ((each, events) for each in streams for events in (each.first, each.last)):
             for place, event in enumerate(events):
