@@ -137,13 +137,13 @@ class SessionLoader:
     def _load_incident(self, content: Content) -> None:
         """Read and judge; the look before confirms a verdict on a live job. A look that took long is not repeated at once."""
         s, started_s = self._session, time.monotonic()
-        former = s.incident.value
+        before = former = s.incident.value
         if former is not None and former.run.incident != content.incident:
             former = None
 
         def look() -> Incident:
             found = load_incident(content.url, content.chosen, on_read=self._progress(s.incident).show)
-            if former is not None and _is_recorded(former) and not _is_recorded(found):
+            if before is not None and _is_recorded(before) and not _is_recorded(found):
                 raise NotFoundError(f"what the recorders wrote is gone; {_BEFORE}")
             return found.confirmed_by(former) if ticking(found, s.clock()) else found
 
