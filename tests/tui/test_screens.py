@@ -263,7 +263,7 @@ async def test_the_report_is_exported_and_never_overwrites(incident: TitanApp, t
 
 
 def test_a_missing_folder_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="neither a run nor an incident"):
+    with pytest.raises(NotFoundError, match="none: it does not exist; check the path"):
         find_content(str(tmp_path / "none"))
 
 
@@ -297,7 +297,7 @@ async def test_damaged_files_are_reported_and_the_rest_is_shown(tmp_path: Path) 
 def test_a_folder_without_evidence_is_an_error_with_its_files(tmp_path: Path, content: list[str]) -> None:
     for name in content:
         (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("x")
-    with pytest.raises(NotFoundError, match=f"contains {content[0]}" if content else "it is empty or does not exist"):
+    with pytest.raises(NotFoundError, match=f"contains {content[0]}" if content else "it is empty"):
         find_content(str(tmp_path))
 
 
