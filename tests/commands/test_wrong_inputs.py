@@ -76,7 +76,7 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     ("convert to-hf runs/tiny out --dtype float17", 2, ("float17", "--help")),
     ("convert from-hf nope out", 3, ("expected a Hugging Face model", "config.json")),
     ("convert from-torch afile out", 3, ("afile",)),
-    ("debug nope", 3, ("nope", "Give a run's URL")),
+    ("debug nope", 3, ("nope", "it does not exist")),
     ("debug empty", 3, ("empty", "Give a run's URL")),
     ("debug empty --jsn", 2, ("--jsn",)),
     ("debug empty --html nofolder/x.html", 2, ("nofolder", "make it first")),
