@@ -37,7 +37,14 @@ from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_cre
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
 from titan_ckpt.debug.diagnosis.same_fault import merged, named_together
-from titan_ckpt.debug.diagnosis.standstill import ended_in_wait, is_beginning, is_not_yet, pace_of_live
+from titan_ckpt.debug.diagnosis.standstill import (
+    Pace,
+    ended_in_wait,
+    is_beginning,
+    is_not_yet,
+    pace_of_live,
+    pace_of_logs,
+)
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
 from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
@@ -104,11 +111,21 @@ def _diagnose(run: Run) -> list[Verdict]:
     elif is_not_yet(ranked[0]) and ranked[0].culprits and is_one_look(run):
         ranked = [of_one_look(ranked[0])]
     if pace is not None and is_not_yet(ranked[0]):
-        ranked = [ended_in_wait(pace, ranked[0]) if pace.is_long_for_told else running(pace, ranked[0])]
+        ranked = _not_yet_over(pace, ranked)
     if ranked[0].verdict == VerdictKind.RUNNING and has_lost_launcher(run):
         ranked = [undecided(run, edges, states)]
     ranked[0] = with_told_chain(run, edges, ranked[0])
     return [_with_group(run, _with_step(run, _as_ended(run, verdict))) for verdict in ranked[:MAX_VERDICTS]]
+
+
+def _not_yet_over(pace: Pace, ranked: Sequence[Verdict]) -> list[Verdict]:
+    """What one look at a wait that may well end tells: that they wait for a straggler, else that the job runs."""
+    if pace.is_long_for_told:
+        return [ended_in_wait(pace, ranked[0])]
+    slow = [
+        verdict for verdict in ranked if verdict.verdict == VerdictKind.STRAGGLER and verdict.confidence > OTHER_FAULT
+    ]
+    return slow if slow and pace.told is None else [running(pace, ranked[0])]
 
 
 def _without_fault(
@@ -128,6 +145,9 @@ def _without_fault(
     is_quiet = looks_quiet(run) and not is_waiting and not faults(run)
     if is_quiet:
         return running(None, None, is_done=says_done(run))
+    ended = pace_of_logs(run) if not is_waiting else None
+    if ended is not None:
+        return running(ended, None)
     leads = (lead for lane in found_lanes if (lead := mismatch(run, lane, with_met=True)) is not None)
     lead = next(leads, None)
     return undecided(run, edges, states) if lead is None else replace(lead, confidence=lead.confidence * MET)
@@ -143,7 +163,7 @@ def _faults(
     ends = roots(edges)
     unseen = tuple(rank for rank in ends.sinks if is_absent(run.ranks[rank]))
     if progressed or not unseen:  # lateness explains no wait for a rank that nobody heard
-        yield from _slow(run, found_lanes, edges, states)
+        yield from _slow(run, found_lanes, edges, states, progressed=progressed)
     if progressed:
         return
     if edges:
@@ -183,17 +203,19 @@ def _faults(
 
 
 def _slow(
-    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]
+    run: Run, found_lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation], *, progressed: bool
 ) -> Iterator[Verdict]:
     """The straggler, if there is one; what all wait in now first, for whoever was late has come to it."""
-    progressed = went_on(run)
     is_over = progressed or all(state.kind == RankState.ON_CPU for state in states.values())
     slow = find_straggler(run, found_lanes, is_over=is_over)
     if slow is None:
         return
     together = None if edges or progressed else same_operation(run, found_lanes)
     yield from [] if together is None else [together]
-    is_other = bool(together) or (bool(edges) and not progressed and slow.culprits[0] not in roots(edges).sinks)
+    is_stalled = not progressed and any(not verdict.culprits for verdict in transport(run, found_lanes))
+    is_other = (
+        bool(together) or is_stalled or (bool(edges) and not progressed and slow.culprits[0] not in roots(edges).sinks)
+    )
     yield replace(slow, confidence=slow.confidence * OTHER_FAULT) if is_other else slow
 
 

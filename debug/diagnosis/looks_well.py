@@ -66,8 +66,8 @@ def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
     def is_left(event: LogEvent) -> bool:
         """A watchdog's timeout ends the process: only a later step, and no word of an end, shows that it did not."""
         at = steps_at if event.kind == EventKind.WATCHDOG else max(steps_at, done_at)
-        if has_finished and event.kind == EventKind.EXCEPTION and "announced" in event.values:
-            return False  # a logger wrote it, so that something caught it
+        if has_finished and event.kind in (EventKind.EXCEPTION, EventKind.OOM):
+            return False  # all workers ended with 0, so that something caught it
         return event.source != source or event.line > at
 
     events = tuple(filter(is_left, record.log.events))
@@ -191,7 +191,9 @@ def _lost_threads(run: Run) -> Iterator[Evidence]:
     logs = [*(record.log for record in run.ranks.values() if record.log), *([run.job_log] if run.job_log else [])]
     lost = (event for log in logs for event in log.events if event.values.get("thread"))
     for event in islice(lost, MOST_THREADS):
-        text = f"an exception ended the thread {event.values['thread']}, though not the process: {event.text[:160]}"
+        name = event.values["thread"]
+        who = name if name.startswith("child process") else f"the thread {name}"
+        text = f"an exception ended {who}, though not the process: {event.text[:160]}"
         rank = event.rank if event.rank >= 0 else None
         yield Evidence.at(event.frame, text=text, rank=rank, source=f"{event.source}:{event.line}")
 

@@ -37,33 +37,45 @@ def says_done(run: Run) -> bool:
     return bool(logs) and all(log.done_line > log.last_step_line for log in logs)
 
 
+_ONE_LOOK = (
+    "the job runs, or has just stopped: one look cannot tell",
+    "look again in a minute: only a job that has not gone on between two looks hangs",
+)
+_LOOK_AT_END = "look whether its processes are gone, and at the launcher's exit code: 0 means that all is well"
+_LOOK_WHO = (
+    "look who ended it: a time limit, a preemption, scancel, ctrl-c; under torchrun also the failure of another host"
+)
+
+
 def running(pace: Pace | None, suspected: Verdict | None, *, is_done: bool = False, is_ending: bool = False) -> Verdict:
-    """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show. `is_done`: its logs
-    say that training is done; `is_ending`: its recorders have just stopped."""
+    """RUNNING: what one look shows of a job that may well go on, and what a second one would have to show; or that it was ended
+    while it went on: INSUFFICIENT_DATA if only some of its ranks were. `is_done`: its logs say that training is done;
+    `is_ending`: its recorders have just stopped."""
+    headline, next_step = _ONE_LOOK
+    told = pace.told if pace is not None else None
+    if told is not None:
+        suspected = None if suspected is not None and suspected.is_undecided else suspected
+        lost = "" if told.is_all else ", and the others lost their connections to it"
+        headline, next_step = f"{told.text}{lost}; until then the job went on", _LOOK_WHO
     facts = "no error, no exit code, and nothing that has waited for long"
     if is_done:
         facts += "; the logs say that training is done, but not that the processes ended"
     if is_ending:
         facts = "the recorders stopped in order a moment ago; no exit status has followed yet"
     if pace is not None:
-        facts = "all ranks were told to end (SIGTERM); until then " if pace.is_told else ""
-        facts += f"its newest wait lasted {pace.waited_s:.1f} s; in this job one of {pace.limit_s:.0f} s would not be unusual"
+        facts = pace.text
     if suspected is not None:
-        facts += f"; if it does not go on: {suspected.headline}"
+        facts += f"; {'if that was a hang' if told else 'if it does not go on'}: {suspected.headline}"
     return Verdict(
-        verdict=VerdictKind.RUNNING,
+        verdict=VerdictKind.RUNNING if told is None or told.is_all else VerdictKind.INSUFFICIENT_DATA,
         suspects=suspected.culprits if suspected else (),
         group=suspected.group if suspected else "",
         seq=suspected.seq if suspected else None,
         op=suspected.op if suspected else "",
         confidence=Basis.ONE_LOOK.confidence,
-        headline="the job runs, or has just stopped: one look cannot tell",
+        headline=headline,
         evidence=(Evidence(text=facts), *(suspected.evidence[:4] if suspected else ())),
-        next_steps=(
-            "look whether its processes are gone, and at the launcher's exit code: 0 means that all is well"
-            if is_done or is_ending
-            else "look again in a minute: only a job that has not gone on between two looks hangs",
-        ),
+        next_steps=(_LOOK_AT_END if is_done or is_ending else next_step,),
     )
 
 
@@ -186,6 +198,8 @@ def _elsewhere(run: Run, states: Mapping[int, Situation]) -> tuple[int, ...]:
 def _fault(run: Run) -> str:
     """The gravest fact that a kernel, a scheduler or another tool reports; "" if none does."""
     found = faults(run)
+    if found and found[0].kind == EventKind.CANCELLED:
+        return f"the job was told to end, which is no fault of a rank; none is shown before: {found[0].text[:160]}"
     if found and found[0].kind in NO_FAULT:
         return f"the scheduler ended the job, which is no fault of a rank; none is shown before: {found[0].text[:160]}"
     return f"the evidence does not show which rank is at fault; reported is: {found[0].text[:160]}" if found else ""

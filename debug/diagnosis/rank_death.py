@@ -226,6 +226,8 @@ def _ended_by_signal(record: RankRecord) -> Situation | None:
     if record.exit and number and not record.exit.was_told and number not in (signal.SIGTERM, signal.SIGINT):
         return _killed(record, record.exit, number)
     fatal = next((event for event in record.events if event.kind == EventKind.FATAL_SIGNAL), None)
+    if fatal is not None and "went_on" in fatal.values and not _ended_itself(record):
+        return None
     if fatal is not None and not ("Aborted" in fatal.text and _was_aborted(record)):
         stack = next((s for s in record.stacks if s.reason.startswith("fatal")), None)
         return Situation(
@@ -293,8 +295,8 @@ def _reported(record: RankRecord) -> Situation | None:
 
 def _is_end(record: RankRecord, event: LogEvent) -> bool:
     """Whether a report is of something that ends a process: no request to end, no mere warning, nothing that it outlived."""
-    later = (other for other in record.events if other.source == event.source and other.line > event.line)
-    if any(other.kind.is_communication for other in later):
+    of_file = (other for other in record.events if other.source == event.source and other.line >= event.line)
+    if any("went_on" in other.values if other.line == event.line else other.kind.is_communication for other in of_file):
         return False
     if event.values.get("xid") in HARMLESS_XIDS or event.values.get("signal") in ("SIGTERM", "SIGINT", "SIGHUP"):
         return False

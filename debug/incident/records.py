@@ -41,6 +41,7 @@ OPERATION = np.dtype(
 )  # fmt: skip
 
 NO_OPERATIONS: Array = np.zeros(0, OPERATION)
+TIMER = "timer"  # why a stack was written: `faulthandler.dump_traceback_later` of the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,6 @@ class Thread:
     is_main: bool = False
     is_current: bool = False
     state: str = ""
-
-
-TIMER = "timer"  # why a stack was written: `faulthandler.dump_traceback_later` of the program
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +122,7 @@ class RankLog:
     last_time_s: float | None = None
     step_times: Mapping[int, float] = field(default_factory=dict)
     error_end: str | None = None  # the last line of its standard error; None where that was not collected
+    is_done_elsewhere: bool = False  # another file of the rank ends with a word that it is done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,6 +268,7 @@ class Launcher:
     first_rank: int | None = None
     num_unmoved: int = 0  # workers that SIGTERM did not end
     is_shared: bool = False
+    is_torchrun: bool = False
     has_finished: bool = False  # torchrun says that its workers ended with 0; a shell's code may hide theirs
 
 

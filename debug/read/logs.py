@@ -240,15 +240,16 @@ def _note_event(text: JobText, note: Note) -> LogEvent:
 def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | None:
     """How the job's launcher ended, from the last file that shows it."""
     for text in reversed(texts):
+        of_file = [ended for ended in exits if ended.source == text.source]
         if (
             text.endings.is_elastic
+            or (text.endings.is_torchrun and not of_file)
             or text.endings.code is not None
             or "launcher" in text.source
             or "torchrun" in text.source
         ):
             if text.default[0] in ("rank", "local") and not text.endings.is_elastic:
                 continue  # a rank's own end
-            of_file = [ended for ended in exits if ended.source == text.source]
             first = next((ended.rank for ended in of_file if ended.is_first), None)
             said = text.endings.code if text.endings.code is not None else 0 if text.endings.has_finished else None
             code = None if said is not None and _goes_on(text) else said
@@ -256,6 +257,7 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
                 code = 1
             return Launcher(
                 source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared,
+                is_torchrun=text.endings.is_torchrun or text.endings.is_elastic,
                 has_finished=text.endings.has_finished and code == 0,
             )  # fmt: skip
     return None

@@ -357,7 +357,7 @@ async def test_a_healthy_job_over_damaged_steps_is_no_calm_bar() -> None:
     app = TitanApp(find_content(str(DATA / "run")), first_screen=7)
     async with app.run_test(size=(120, 36)) as pilot:
         await settled(app, pilot)
-        assert " HEALTHY · 1 damaged step" in screen_text(app)
+        assert " HEALTHY · ended 2026-11-21 07:47:14 UTC · 1 damaged step" in screen_text(app)
         assert app.query_one(VerdictBar).has_class("warn")
         await press_now(app, pilot, "j")
         await press_now(app, pilot, "v")

@@ -64,10 +64,8 @@ class Standing:
             for i in [i for i in some if i in kept]:
                 kept[i] = next(form for form in _forms(self.facts[i]) if len(line({i: form})) <= width)
         for i in (i for i in places[sure + 1 :] if i not in kept and sure in kept):
-            whole = {
-                i: self.facts[i],
-                sure: _forms(self.facts[sure])[1],
-            }  # rather a moment than the confidence in words
+            # rather a moment than the confidence in words
+            whole = {i: self.facts[i], sure: _forms(self.facts[sure])[1]}
             kept |= whole if len(line(whole)) <= width else {}
         return truncate(line({}), width)
 
@@ -201,9 +199,20 @@ def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     lines = {line_text(incident, rank) for rank in named}
     facts += [lines.pop()] if len(lines) == 1 else []
     facts += [process_text(incident, named[0])] if len(named) == 1 else []
-    if top.verdict not in NO_FAULT:
-        facts += [f"{_SURE}{top.confidence:.0%} ({confidence_word(top.confidence)})", stop_text(incident)]
+    facts += [f"{_SURE}{top.confidence:.0%} ({confidence_word(top.confidence)})"] if top.verdict not in NO_FAULT else []
+    facts += [_undecided_text(incident), stop_text(incident)]
     return tuple(fact for fact in facts if fact)
+
+
+def _undecided_text(incident: Incident) -> str:
+    """How many ranks are gone or wait, where nobody is named; "" of another verdict."""
+    if not incident.top.is_undecided:
+        return ""
+    gone = sum(record.is_gone and record.exit is None for record in incident.run.ranks.values())
+    if gone == incident.run.world_size:
+        return f"{counted(gone, 'rank')} gone"
+    waiting = len(incident.top.victims)
+    return f"{counted(waiting, 'rank')} wait{'s' * (waiting == 1)}" if waiting else ""
 
 
 def _subtype_text(incident: Incident) -> str:

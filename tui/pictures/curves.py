@@ -115,6 +115,8 @@ def _shown_value(curve: Curve, spot: float | None) -> str:
 
 def _tick(line: int, rows: int, over: Range) -> str:
     """The scale at the first, the middle and the last line."""
+    if over[0] == over[1]:
+        return number(over[0]) if line == rows // 2 else ""
     if line not in (0, rows // 2, rows - 1) or (line == rows // 2 and rows < 5):
         return ""
     return number(over[1] - (over[1] - over[0]) * line / max(rows - 1, 1))

@@ -135,7 +135,7 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
             num_library += 1
             continue
         if num_library:
-            yield row((f"  {num_library} in libraries", Role.DIM))
+            yield row((f"  {num_library:,} in libraries", Role.DIM))
             num_library = 0
         name = f"{frame.file.rpartition('/')[2]}:{frame.line}"
         place = f"  {place_text(name, width - 2)}"
@@ -143,7 +143,7 @@ def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
         if frame.text:
             yield row((truncate(f"    > {frame.text}", width), Role.DIM), at=_at(frame))
     if num_library:
-        yield row((f"  {num_library} in libraries", Role.DIM))
+        yield row((f"  {num_library:,} in libraries", Role.DIM))
 
 
 def signature_text(op: Operation) -> str:

@@ -56,7 +56,7 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
                   (f"{since:<9}", role), f"  {size}{took:>8}  {_seconds(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip
     if len(found.steps) > len(shown):
-        yield row((f"  and {len(found.steps) - len(shown)} older", Role.DIM))
+        yield row((f"  and {len(found.steps) - len(shown):,} older", Role.DIM))
 
 
 def _seconds(value: float | None) -> str:
@@ -106,4 +106,4 @@ def _dtypes(opened: Checkpoint) -> str:
     counts: dict[str, int] = {}
     for tensor in opened.manifest.tensors:
         counts[str(tensor.dtype)] = counts.get(str(tensor.dtype), 0) + 1
-    return ", ".join(f"{dtype} ({count})" for dtype, count in sorted(counts.items(), key=lambda item: -item[1]))
+    return ", ".join(f"{dtype} ({count:,})" for dtype, count in sorted(counts.items(), key=lambda item: -item[1]))

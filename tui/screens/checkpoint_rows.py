@@ -168,9 +168,8 @@ def verify_rows(found: Sequence[Verified], width: int) -> Iterator[Row]:
 def tensor_diff_rows(a: Checkpoint, b: Checkpoint, on_bytes: Callable[[int], None]) -> Iterator[Row]:
     """Differences of two steps in names, shapes, dtypes and values."""
     found = compare(a, b, values=True, on_bytes=on_bytes)
-    yield head(
-        f"step {a.step} and step {b.step}: {counted(len(found.differences), 'difference')}, {len(found.equal)} tensors equal"
-    )
+    counts = f"{counted(len(found.differences), 'difference')}, {counted(len(found.equal), 'tensor')} equal"
+    yield head(f"step {a.step} and step {b.step}: {counts}")
     for difference in found.differences:
         yield row(f"{difference.kind:<10} {difference.fqn}  ", (_change(difference), Role.DIM))
 
@@ -186,7 +185,7 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     plan = plan_reshard(checkpoint, MeshSpec.parse(mesh))
     facts = estimate_reshard(plan, checkpoint.store, memory_bytes=DEFAULT_MEMORY)
     smallest, largest = format_size(facts.smallest_file_bytes), format_size(facts.largest_file_bytes)
-    cuts = ", ".join(f"{count} as {origin}" for origin, count in facts.placements.items() if count)
+    cuts = ", ".join(f"{count:,} as {origin}" for origin, count in facts.placements.items() if count)
     yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
     reads = f"{counted(facts.read_requests, 'request')}; the source has {counted(facts.num_source_files, 'file')}"
     yield row(f"  read      {format_size(facts.read_bytes)} in {reads}")
@@ -225,7 +224,9 @@ def prune_rows(found: RunSteps, policy: RetentionPolicy, width: int) -> Iterator
         copies = [copy for s in found.steps for copy in s.copies if copy.tier == tier.name and copy.info is not None]
         report = prune(tier.url, policy)
         where, size = f"{tier.name}: " if tier.name else "", format_size(report.size_bytes)
-        yield head(f"{where}{len(report.steps)} of {len(copies)} steps would be deleted, {size} (preview only)")
+        yield head(
+            f"{where}{len(report.steps):,} of {counted(len(copies), 'step')} would be deleted, {size} (preview only)"
+        )
         yield from (row(f"  {item.what}  ", (format_size(item.size_bytes), Role.DIM)) for item in report.garbage)
         yield from (row((line, Role.DIM)) for text in report.kept for line in wrapped(f"  {text}", width, "    "))
         if copies and (pins := read_pins(copies[0].store)):

@@ -141,7 +141,7 @@ class CheckpointsPane(Pane):
         found = self.session.checkpoints.value
         if self._opened is not None:
             manifest = self._opened.manifest
-            facts = f"{len(manifest.tensors)} tensors · {format_size(manifest.size_bytes)}"
+            facts = f"{counted(len(manifest.tensors), 'tensor')} · {format_size(manifest.size_bytes)}"
             return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
         if self.session.content.has_runs:
             runs = self.session.runs.value

@@ -200,7 +200,7 @@ class GridRows:
         counts = Counter(self.grid.codes[places, spot].tolist())
         if len(places) == 1:
             return f"rank {self.grid.members[places[0]]} {glyphs[next(iter(counts))].label}"
-        return ", ".join(f"{count} {glyphs[code].label}" for code, count in sorted(counts.items(), reverse=True))
+        return ", ".join(f"{count:,} {glyphs[code].label}" for code, count in sorted(counts.items(), reverse=True))
 
 
 def drawn(incident: Incident, lane: Lane, window: Window | None, width: int) -> Grid | None:

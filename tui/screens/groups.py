@@ -63,7 +63,7 @@ class GroupsPane(Pane):
 
     def title(self) -> str:
         incident = self.session.incident.value
-        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes)}"
+        return "" if incident is None else f"groups with recorded operations: {len(incident.lanes):,}"
 
     def begin(self) -> None:
         """Start on the verdict's group, else on the first."""

@@ -24,7 +24,7 @@ from titan_ckpt.tui.widgets.key_bar import KeyBar
 from titan_ckpt.tui.widgets.line_view import LineView
 
 _NEWEST = "(newest attempt)"
-_WITH_TIME, _WITH_WHY, _LEAST_NAME = 90, 60, 9
+_WITH_SECONDS, _WITH_TIME, _WITH_WHY, _LEAST_NAME = 90, 70, 60, 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,8 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
     room = max(width // 4, 16) if width >= _WITH_WHY else max(min(16, width - kinds - 4), _LEAST_NAME)
     longest = min(max(cell_len(name or _NEWEST) for name in names), room)
     with_time = width >= _WITH_TIME
-    stopped = f"{'when (UTC)':<19}  " if with_time else ""
+    time = slice(None) if width >= _WITH_SECONDS else slice(5, 16)  # without the year and the seconds
+    stopped = f"{'when (UTC)':<{19 if width >= _WITH_SECONDS else 11}}  " if with_time else ""
     rows = [head(f"  {'incident':<{longest}}  {stopped}{'verdict':<{kinds}}  sure  why")]
     for name in names:
         found = judged.get(name)
@@ -136,7 +137,7 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
         if found is None:
             rows.append(row(*spans, ("judging ...", Role.DIM)))
             continue
-        when = f"{found.moment:<19}  " if with_time else ""
+        when = f"{found.moment[time]:<{len(stopped) - 2}}  " if with_time else ""
         facts = f"{found.kind:<{kinds}}  "
         room = width - longest - len(when) - len(facts) - 10
         rows.append(row(*spans, (when, Role.DIM), (facts, found.role), (f"{found.confidence:>4}  ", Role.DIM),

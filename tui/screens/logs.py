@@ -97,7 +97,7 @@ class LogsPane(Pane):
             folded = f" · folded: the last {FOLD_LINES:,} lines only" if is_cut else " · folded"
         so_far = " so far" if logs.is_head else ""
         num_shown = len(self.body.rows) if isinstance(self.body.rows, LogRows) else 0
-        damaged = f" · {len(logs.problems)} unreadable" if logs.problems else ""
+        damaged = f" · {len(logs.problems):,} unreadable" if logs.problems else ""
         files = f"{counted(len(logs.files.files), 'file')}{damaged}"
         return f"{files} · {num_shown:,} of {len(logs):,} lines{so_far}{folded}"
 

@@ -105,7 +105,8 @@ class OverviewPane(Pane):
         where = redact(self.session.content.shown_url)
         if incident is None:
             return where
-        name = f" · incident {incident.run.incident}" if incident.run.incident else ""
+        what = "incident " if incident.top.verdict not in NO_FAULT else ""
+        name = f" · {what}{incident.run.incident}" if incident.run.incident else ""
         return f"{where}{name} · {counted(incident.run.world_size, 'rank')}"
 
     def begin(self) -> None:
@@ -152,7 +153,7 @@ def _several_rows(session: Session, width: int) -> Iterator[Row]:
     content = session.content
     if len(content.incidents) > 1:
         which = "the newest" if content.incident == content.incidents[-1] else "an earlier one"
-        text = f"{len(content.incidents)} incidents here; this is {which}; press i to choose another"
+        text = f"{len(content.incidents):,} incidents here; this is {which}; press i to choose another"
         yield from (row((line, Role.NOTE)) for line in wrapped(text, width))
 
 
@@ -204,10 +205,9 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     )
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
-    if top.verdict != VerdictKind.HEALTHY:
-        last_s = incident.last_sign_ns / 1e9
-        moments = ended(last_s, now_s) if incident.is_over else stopped(incident.stop_s, last_s, now_s)
-        yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
+    last_s = incident.last_sign_ns / 1e9
+    moments = ended(last_s, now_s) if incident.is_over else stopped(incident.stop_s, last_s, now_s)
+    yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
 
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:

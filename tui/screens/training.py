@@ -36,6 +36,7 @@ from titan_ckpt.tui.widgets.part import Part, Space
 PLOT_LINES = 7
 _AROUND_PLOT, _MOST_LINES = 4, 14
 _ABSENT = "`titan-ckpt train` writes logs/metrics.jsonl: one JSON object per step, with step, loss and so on."
+_NO_GOODPUT = "not known: it needs `time_s` and `step_s` of the steps"
 _MARKS = "s save  r resume  ! incident"
 
 
@@ -81,7 +82,8 @@ class TrainingPane(Pane):
         return self.keys if self.session.metrics.value is not None else self.keys[-1:]
 
     def wants_parts(self) -> bool:
-        return self.session.metrics.value is not None
+        metrics = self.session.metrics.value
+        return metrics is not None and len(metrics.steps) > 0
 
     def part_rows(self, space: Space) -> Iterable[Row]:
         metrics = self.session.metrics.value
@@ -89,7 +91,9 @@ class TrainingPane(Pane):
             return ()
         if space.name == "values":
             return value_rows(metrics, self._spot, space.width, self._other)
-        return goodput_rows(metrics.goodput, space.width) if metrics.goodput is not None else ()
+        if metrics.goodput is None:
+            return (row((line, Role.DIM)) for line in wrapped(_NO_GOODPUT, space.width))
+        return goodput_rows(metrics.goodput, space.width)
 
     def make_rows(self, width: int) -> Rows:
         metrics = self.session.metrics.value
@@ -98,6 +102,8 @@ class TrainingPane(Pane):
             return RowList(row(line, link=RowLink(screen=7)) for line in wrapped(text, width))
         if metrics is None:
             return RowList(self.absent_rows(self.session.metrics, _ABSENT, width))
+        if not len(metrics.steps):
+            return RowList([row((f"{metrics.source} holds no step yet", Role.DIM))])
         return RowList(self._panels(metrics, width))
 
     def _panels(self, metrics: Metrics, width: int) -> Iterator[Row]:

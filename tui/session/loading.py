@@ -76,8 +76,8 @@ class SessionLoader:
     def reload(self) -> None:
         """List the content again in a thread and load what has changed, if the last look has ended."""
         if not self.is_busy:
-            url, chosen = self._session.content.url, self._session.content.chosen
-            tasks.start(self._app, "looking for changes", lambda: find_content(url, chosen), self._found, self._lost)
+            content = self._session.content
+            tasks.start(self._app, "looking for changes", lambda: _look_again(content), self._found, self._lost)
 
     def reload_if_rested(self) -> None:
         """Reload if the last look is long enough ago, so that a large job does not take all of the processor."""
@@ -107,8 +107,7 @@ class SessionLoader:
             if self._session.content is before and (is_other or self._is_lost):
                 self._found(content)
 
-        what = "looking for a new job"
-        tasks.start(self._app, what, lambda: find_content(before.url, before.chosen), found, self._lost)
+        tasks.start(self._app, "looking for a new job", lambda: _look_again(before), found, self._lost)
 
     def _found(self, content: Content) -> None:
         s, before = self._session, self._session.content
@@ -163,9 +162,7 @@ class SessionLoader:
 
     def _lost(self, text: str) -> None:
         self._is_lost = True
-        url = self._session.content.url
-        is_gone = bool(absence(url))
-        self._show_status(f"{redact(url)} is gone: {_BEFORE}" if is_gone else f"not reloaded: {text}")
+        self._show_status(text)
 
     def close(self) -> None:
         """Close the log files."""
@@ -282,6 +279,17 @@ class SessionLoader:
                 self._show_status(f"{part.what} not reloaded: {text}")
 
         tasks.start(self._app, part.what, work, done, failed)
+
+
+def _look_again(content: Content) -> Content:
+    """List what is there now. What is raised says that it is gone, or why it was not listed."""
+    try:
+        return find_content(content.url, content.chosen)
+    except (TitanError, OSError) as error:
+        is_gone = bool(absence(content.url))
+        raise NotFoundError(
+            f"{redact(content.url)} is gone: {_BEFORE}" if is_gone else f"not reloaded: {error}"
+        ) from error
 
 
 def _is_recorded(incident: Incident) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from signal import SIGKILL
 
 import numpy as np
@@ -14,7 +15,7 @@ from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, LogEvent, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -28,7 +29,7 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if _was_felt_by_nobody(run, verdict) or _went_past(run, verdict):
         return True
-    if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict):
+    if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict) or _took_part_later(run, verdict):
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
@@ -67,6 +68,34 @@ def _went_past(run: Run, verdict: Verdict) -> bool:
         (np.isin(t["group"], groups) & (t["p2p"] == 0) & (t["seq"] > verdict.seq) & (t["state"] == COMPLETED)).any()
         for t in tables
     )
+
+
+# Which end on no rank before all have come.
+_OF_ALL = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "barrier", "all_to_all", "alltoall")
+MOST_CULPRITS = 8
+
+
+def _took_part_later(run: Run, verdict: Verdict) -> bool:
+    """Whether it says that a rank did not come, or that its device did not begin, and another rank has completed what ends on
+    none before all have come: then the dump of the rank at fault is older than that."""
+    if verdict.confidence >= RECORDED or verdict.verdict not in (*_NOT_COME, *_OF_DEVICES):
+        return False
+    codes = [code for code, op in enumerate(run.names.ops) if any(name in op for name in _OF_ALL)]
+    return any(_is_outdated(run, rank, codes) for rank in verdict.culprits[:MOST_CULPRITS] if rank in run.ranks)
+
+
+def _is_outdated(run: Run, rank: int, codes: Sequence[int]) -> bool:
+    """Whether others have completed one of these operations in a group in which a rank has not begun it, by its own dump."""
+    mine = run.ranks[rank].operations
+    mine = mine[mine["p2p"] == 0]
+    begun = mine[mine["state"] != SCHEDULED] if (mine["started_ns"] > 0).any() else mine
+    for group in np.unique(mine["group"]).tolist():
+        last = int(begun["seq"][begun["group"] == group].max(initial=-1))
+        for table in (record.operations for other, record in run.ranks.items() if other != rank):
+            later = table[(table["group"] == group) & (table["p2p"] == 0) & (table["seq"] > last)]
+            if bool((np.isin(later["op"], codes) & (later["state"] == COMPLETED)).any()):
+                return True
+    return False
 
 
 def has_lost_launcher(run: Run) -> bool:
@@ -110,8 +139,8 @@ _APART = (FlagKind.DUMP_SKEW, FlagKind.CLOCK_SKEW)
 
 
 def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
-    """Whether a logger wrote the exceptions that it is about, after which the ranks logged on, or had said that they were done,
-    or the job ended with 0; and nothing shows that a process failed or waited: they may have been caught."""
+    """Whether the exceptions that it is about may have been caught, and nothing shows that a process failed or waited: a logger
+    wrote them, the rank had raised them before or says that it is done, or its launcher tells of no failure."""
     if verdict.verdict != VerdictKind.RANK_DIED or not verdict.culprits or (run.launcher and run.launcher.code):
         return False
     for rank, record in run.ranks.items():
@@ -128,11 +157,33 @@ _ENDS = (EventKind.WATCHDOG, EventKind.FATAL_SIGNAL, EventKind.KILLED, EventKind
 
 
 def _may_be_caught(run: Run, record: RankRecord) -> bool:
-    error = own_exception(record)
-    if error is None or "announced" not in error.values or record.log is None:
+    error, launcher = own_exception(record), run.launcher
+    if error is None or record.log is None:
         return False
-    has_ended_well = run.launcher is not None and run.launcher.code == 0
-    return has_ended_well or 0 < record.log.done_line < error.line or wrote_on(record, error)
+    if record.log.is_done_elsewhere or _raised_before(record, error):
+        return True
+    has_ended_well = launcher is not None and launcher.code == 0
+    if launcher is not None and launcher.source != error.source and (has_ended_well or launcher.is_torchrun):
+        return True  # torchrun reports each worker that fails
+    if _is_of_the_start(record, error) or (_STDERR.search(error.source) and wrote_on(record, error)):
+        return True
+    is_later = 0 < record.log.done_line < error.line or wrote_on(record, error)
+    return "announced" in error.values and (has_ended_well or is_later)
+
+
+_STDERR = re.compile(r"stderr[^/]*$|\.err$")
+
+
+def _is_of_the_start(record: RankRecord, error: LogEvent) -> bool:
+    """Whether a module was missing, which is mostly seen before the first step, and another file tells of steps."""
+    is_import = error.values.get("type", "").rpartition(".")[2] in ("ImportError", "ModuleNotFoundError")
+    return is_import and record.log is not None and record.log.last_step is not None and "unstepped" in error.values
+
+
+def _raised_before(record: RankRecord, error: LogEvent) -> bool:
+    """Whether the same line had raised the same error before, and the rank had gone on."""
+    alike = [event for event in record.events if (event.kind, event.frame) == (error.kind, error.frame)]
+    return error.frame is not None and len(alike) > 1
 
 
 # What a program raises for its own mistakes, on as many ranks as have them.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from titan_ckpt.debug.diagnosis.from_logs.by_source import without_group, wrong_peer
+from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_apart
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import INIT, is_library
@@ -38,16 +39,16 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
         return
     common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
     culprits = tuple(rank for rank, place in places.items() if place and place != common)
-    if not common or not culprits or _are_of_other_groups([*calls.values()]) or _are_in_start([*calls.values()]):
+    are_apart = _are_of_other_groups([*calls.values()]) or wait_apart(run, culprits, witnesses)
+    if not common or not culprits or are_apart or _are_in_start([*calls.values()]):
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    is_rooted = _bare(calls[other.rank]) in _ROOTED or any(
-        _is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits
+    is_open = any(_is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits)
+    is_rooted = (
+        is_open or _bare(calls[other.rank]) in _ROOTED or any(in_subgroup(run.ranks[rank]) for rank in witnesses)
     )
-    is_rooted = is_rooted or any(in_subgroup(run.ranks[rank]) for rank in witnesses)
-    if is_rooted:
-        basis = Basis.LEFT_ROOTED
+    basis = Basis.LEFT_ROOTED if is_rooted else basis
     key = next(
         (event.values.get("key", "") for event in run.ranks[culprits[0]].events if event.kind == EventKind.STORE_WAIT),
         "",

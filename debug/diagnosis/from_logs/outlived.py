@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
+from titan_ckpt.debug.diagnosis.looks import TOOLS
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
+from titan_ckpt.debug.incident.frames import main_thread_state, user_frame
 from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.incident.records import LogEvent, RankRecord, Run
 
@@ -18,6 +21,7 @@ def with_outlived(run: Run) -> Run:
     too: they came there, and their processes were alive when it timed out. Stacks tell better where they were. So are errors
     after which the rank raised another one of an operation that its peers did not end, in no handler of the first."""
     run = replace(run, ranks={rank: _without_caught(record) for rank, record in run.ranks.items()})
+    run = _without_seen(_without_victims(run))
     works = {rank: work for rank, record in run.ranks.items() if (work := timed_out(record)) is not None}
     changed: dict[int, RankRecord] = {}
     for rank, work in works.items():
@@ -30,6 +34,19 @@ def with_outlived(run: Run) -> Run:
     return replace(run, ranks={**run.ranks, **changed}) if changed else run
 
 
+# What NCCL says of the error of another call, or of another process, on the GPU (ncclUnhandledCudaError).
+_OF_NCCL = re.compile(r"unhandled (?:cuda|hip) error|ncclUnhandled(?:Cuda|Hip)Error", re.IGNORECASE)
+
+
+def _without_victims(run: Run) -> Run:
+    """The run; what NCCL alone says of an error on the GPU is no rank's own, if another rank has one, or if most say it."""
+    own = {rank: error for rank, record in run.ranks.items() if (error := own_exception(record)) is not None}
+    felt = {rank: error for rank, error in own.items() if _OF_NCCL.search(error.text)}
+    if len(felt) == len(own) and 2 * len(felt) <= run.world_size:
+        return run
+    return replace(run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in felt.items()}})
+
+
 def _without_caught(record: RankRecord) -> RankRecord:
     """The record; own errors before the last error of an operation that no handler raised are marked as outlived."""
     raised = [event for event in record.events if event.kind in _OF_PEERS and "type" in event.values]
@@ -38,6 +55,27 @@ def _without_caught(record: RankRecord) -> RankRecord:
     for error in caught:
         record = _marked(record, error)
     return record
+
+
+def _without_seen(run: Run) -> Run:
+    """The run; own errors are marked as outlived on ranks that a tool saw alive at a line where another rank waits, too."""
+    places = {rank: place for rank, record in run.ranks.items() if (place := _seen_at(run, record)) is not None}
+    met = {
+        rank for rank, place in places.items() if any(place == other for peer, other in places.items() if peer != rank)
+    }
+    errors = {rank: error for rank in met if (error := own_exception(run.ranks[rank])) is not None}
+    return replace(
+        run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in errors.items()}}
+    )
+
+
+def _seen_at(run: Run, record: RankRecord) -> str | None:
+    """The program's line at which a tool that looks at live processes saw it wait last; None if its end is known."""
+    seen = [stack.main for stack in record.stacks if stack.reason in TOOLS and stack.main is not None]
+    if not seen or record.exit is not None or not main_thread_state(seen[-1])[0].is_waiting:
+        return None
+    frame = user_frame(seen[-1].frames, run.wrappers)
+    return frame.place if frame is not None else None
 
 
 def _marked(record: RankRecord, error: LogEvent) -> RankRecord:

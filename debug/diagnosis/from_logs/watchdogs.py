@@ -160,6 +160,16 @@ def wait_in_parts(run: Run, ranks: Sequence[int]) -> bool:
     return is_part and not any(len(group.members) > 0 for group in run.groups)
 
 
+def wait_apart(run: Run, some: Sequence[int], ranks: Sequence[int]) -> bool:
+    """Whether the watchdogs of some of these ranks name other groups than those of the rest, and none that holds all ranks: then
+    neither party waits for the other."""
+    groups = {rank: work.group for rank in ranks if (work := timed_out(run.ranks[rank])) is not None}
+    named = {group for rank, group in groups.items() if rank in some}
+    rest = {group for rank, group in groups.items() if rank not in some}
+    is_part = all(group and not _OF_ALL.fullmatch(group) for group in named | rest)
+    return is_part and bool(named) and bool(rest) and named.isdisjoint(rest)
+
+
 def _number(event: LogEvent, name: str) -> int:
     value = event.values.get(name, "")
     return int(value) if value.isdigit() else -1

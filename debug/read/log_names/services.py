@@ -11,6 +11,8 @@ from titan_ckpt.debug.read.text.writers.labels import Writer
 
 _NUMBER = re.compile(r"(?:^|[-_])(\d{1,5})$")
 _SERVICE = re.compile(r"(?P<name>[A-Za-z][\w.-]{0,60}?)(?P<number>\d{1,5})-1")
+# Vertex AI: pool 0 is one primary replica, pool 1 its workers (cloud.google.com/vertex-ai/docs/training/distributed-training).
+_POOL = re.compile(r"workerpool(?P<pool>[01])-(?P<number>\d{1,5})")
 _FIRST_REPLICA = "-1"  # which docker compose puts behind the name of a service, `job-worker-3-1`
 
 
@@ -26,8 +28,11 @@ def single_process_hosts(writers: Iterable[Writer], on_hosts: Mapping[Writer, se
     has_master = any("master" in writer[1] for writer in hosts)
     are_services = len(hosts) > 1 and all(writer[1].endswith(_FIRST_REPLICA) for writer in hosts)
     for writer in hosts:
-        match = _NUMBER.search(writer[1].removesuffix(_FIRST_REPLICA) if are_services else writer[1])
-        if match is not None and "-" in writer[1]:
+        name = writer[1].removesuffix(_FIRST_REPLICA) if are_services else writer[1]
+        match, pool = _NUMBER.search(name), _POOL.fullmatch(name)
+        if pool is not None:
+            ranks[writer] = int(pool["number"]) + int(pool["pool"])
+        elif match is not None and "-" in writer[1]:
             ranks[writer] = int(match.group(1)) + (has_master and "master" not in writer[1])
     if are_services and not ranks:
         return _numbered_services(hosts)

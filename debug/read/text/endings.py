@@ -43,6 +43,7 @@ class Endings:
     told: dict[int, tuple[int, ...]] = field(default_factory=dict)  # pid -> signals of the launcher, as exit codes
     unmoved: set[int] = field(default_factory=set)  # pids that were still there PATIENCE_S after a signal
     is_elastic: bool = False
+    is_torchrun: bool = False  # or torchrun's own lines, before it starts an agent
     has_finished: bool = False  # torchrun's agent met the others at the end: its own workers ended with 0
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
@@ -57,8 +58,10 @@ class Endings:
     _late: list[Ending] = field(default_factory=list)
     _cleaned: list[Ending] = field(default_factory=list)
     _is_cancelled: bool = False
-    _failed: bool = False
+    unsaid_line: int = 0  # up to which all is of an earlier attempt, as a later line shows
+    has_failed: bool = False  # the launcher reported a failed worker since the last restart
     _agent: str = ""  # which reported it
+    _failed_s: float | None = None  # and when
     _first: bool = False
     _has_observer: bool = False
     _rank: tuple[int, int] | None = None
@@ -111,13 +114,10 @@ class Endings:
     # -- torchrun
 
     def _elastic(self, number: int, text: str, time_s: float | None) -> None:
-        if (
-            "torch/distributed/elastic" in text
-            or "torch.distributed.elastic.agent" in text
-            or "ChildFailedError" in text
-        ):
+        self.is_torchrun = self.is_torchrun or "torch/distributed/run.py" in text
+        if any(name in text for name in _OF_ELASTIC):
             self.is_elastic = True
-            if "Done waiting for other agents" in text and not self._failed:
+            if "Done waiting for other agents" in text and not self.has_failed:
                 self.has_finished, self.over_line = True, number
         if match := _CLOSING.search(text):
             self._begin_unsaid(int(match["pid"]), text)
@@ -128,7 +128,9 @@ class Endings:
         elif match := _TOLD_ITSELF.search(text):
             self._note(EventKind.CANCELLED, number, text)
         elif match := _FAILED.search(text):
-            self._failed, self._agent = True, _agent(text)
+            if time_s is not None and self._failed_s is not None and time_s - self._failed_s >= RESTART_S:
+                self._begin_unsaid(int(match["pid"]), text)
+            self.has_failed, self._agent, self._failed_s = True, _agent(text), time_s
             self.found.append(
                 Ending(
                     code=int(match["code"]), line=number, local_rank=int(match["local"]), pid=int(match["pid"]), is_first=True,
@@ -160,40 +162,34 @@ class Endings:
             self.unmoved.add(pid)
 
     def _begin_unsaid(self, pid: int, text: str) -> None:
-        """A launcher that ends new processes after it reported a failure has restarted the job: it says so only at level INFO."""
-        if self._failed and self._agent and self._agent == _agent(text) and pid not in self.told:
-            self._forget()
+        """A launcher that ends new processes after a failure, or reports one more, restarted the job, and says so at INFO."""
+        if self.has_failed and self._agent and self._agent == _agent(text) and pid not in self.told:
+            self.unsaid_line = max((ending.line for ending in self.found), default=0)
+            self.begin_attempt()
 
     def _is_restart(self, text: str) -> bool:
         is_next = "ill restart worker group" in text or ("attempts left" in text and "restart" in text)
+        is_next |= self.has_failed and _RESTARTED.search(text) is not None
         if is_next or (self.is_over and (_LAUNCH.search(text) or (self.has_steps and _RESUMED.match(text)))):
-            self._forget()
+            self.begin_attempt()
             return True
         return False
 
-    def _forget(self) -> None:
+    def begin_attempt(self) -> None:
+        """All that was said is of an earlier attempt."""
         self.attempts += 1
         self.found.clear()
         self.told.clear()
         self.unmoved.clear()
         self._told_s.clear()
         self._late.clear()
-        self._is_cancelled, self._failed, self._first, self._rank = False, False, False, None
+        self._is_cancelled, self.has_failed, self._first, self._rank = False, False, False, None
         self.is_over, self.has_steps, self.has_finished, self.code, self.over_line = False, False, False, None, 0
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the launcher reported a failed worker since the last restart, without its final table."""
-        return self._failed
 
     @property
     def may_restart(self) -> bool:
         """Whether the job has failed: ranks that count their steps again are of another attempt."""
-        return self._failed or self.is_over
-
-    def begin_attempt(self) -> None:
-        """Ranks began again from an earlier step: all that was said is of an earlier attempt."""
-        self._forget()
+        return self.has_failed or self.is_over
 
     # -- Slurm
 
@@ -342,6 +338,7 @@ _LAUNCHERS = (
 )  # fmt: skip
 MOST_LISTED = 4096  # lines of srun that list tasks
 FAILED_WORKER = 1  # torchrun's own exit code after any failure of a worker
+RESTART_S = 1.0  # new processes need longer to start
 PATIENCE_S = 5.0  # a process that reacts to SIGTERM at all is gone by then, or says why not
 _TOLD_ITSELF = re.compile(r"Received (?:\d{1,2}|(?:Signals\.)?SIG[A-Z]{2,5}) death signal, shutting down workers")
 _LAUNCH = re.compile(
@@ -361,7 +358,9 @@ _FAILED = re.compile(
 _BLOCK_RANK = re.compile(r"\s*rank\s*: (?P<rank>\d{1,6}) \(local_rank: (?P<local>\d{1,6})\)")
 _BLOCK_EXIT = re.compile(r"\s*exitcode\s*: (?P<code>-?\d{1,4}) \(pid: (?P<pid>\d{1,9})\)")
 _BLOCK_TIME = re.compile(r"\s*time\s*: (?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[_ ](?P<clock>\d\d:\d\d:\d\d)")
-_OF_AGENTS = ("torch/distributed/elastic", "torch.distributed.elastic.agent", "exitcode", "rank", "time", "Root Cause")
+_RESTARTED = re.compile(r"\brestart_count=[1-9]")
+_OF_ELASTIC = ("torch/distributed/elastic", "torch.distributed.elastic.agent", "ChildFailedError")
+_OF_AGENTS = (*_OF_ELASTIC[:2], "torch/distributed/run.py", "exitcode", "rank", "time", "Root Cause")
 _ENDED_WELL = re.compile(r"\[launch\.py:\d{1,6}:main\] Process (?P<pid>\d{1,9}) exits successfully\.")
 _DEEPSPEED = re.compile(r"process (?P<pid>\d{1,9}) spawned with command: .{0,900}?--local_rank=(?P<local>\d{1,6})\b")
 _SPAWN = re.compile(

@@ -12,7 +12,7 @@ from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, 
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import Line, peel
 from titan_ckpt.debug.read.text.streams import Stream
-from titan_ckpt.debug.read.text.writers.caught import Caught, mark
+from titan_ckpt.debug.read.text.writers.caught import Caught, forget, mark
 from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, job_apart, listening_rank, on_host
 from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
@@ -102,6 +102,9 @@ class JobText:
         num_notes = len(self.endings.notes)
         if self.endings.take(number, line):
             self._begin_attempt()
+        if self.endings.unsaid_line:
+            forget(self.writers.values(), self.endings.unsaid_line)
+            self.told_line, self.endings.unsaid_line = 0, 0
         self.told_line = number if self.endings.told and not self.told_line else self.told_line
         if len(self.endings.notes) > num_notes and writer[0] in ("rank", "local", "pid"):
             self.shells[number] = writer

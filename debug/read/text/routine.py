@@ -51,17 +51,24 @@ class GoesOn(IntEnum):
     SURELY = 3
 
 
+CHILD = "child process "
 _NOT_MAIN = re.compile(
     r"(?:Exception in thread (?P<of>[^\n]{1,100}?)|Thread (?P<name>[A-Za-z_][\w.-]{0,60})):?\s*$"
     r"|.{0,100}\b(?:Task|Future) exception was never retrieved"
 )
 
 
-def beside_main(text: str) -> str:
-    """The thread or task of the traceback that follows the line, whose end ends no process; "" if it names none.
+_CHILD = re.compile(r"Process (?P<name>\w{0,20}Process-[\d:]{1,20}):\s*$")
 
-    As CPython's threading, wandb/sdk/internal/internal_util.py and asyncio/base_events.py write it.
+
+def beside_main(text: str, *, is_launched: bool) -> str:
+    """The thread, task or child process of the traceback that follows the line, whose end ends no rank; "" if it names none.
+    A child is one of a rank that torchrun launched; other ranks may be processes of multiprocessing themselves.
+
+    As CPython's threading, multiprocessing and asyncio write it, and wandb/sdk/internal/internal_util.py.
     """
+    if is_launched and (child := _CHILD.match(text)) is not None:
+        return f"{CHILD}{child['name']}"
     found = _NOT_MAIN.match(text)
     return "" if found is None else found["of"] or found["name"] or "an asyncio task"
 

@@ -33,6 +33,7 @@ def merge_logs(logs: Iterable[RankLog]) -> RankLog | None:
         done_line=max((log.done_line for log in known if log.source == last.source), default=0),
         last_time_s=last.last_time_s,
         step_times=times,
+        is_done_elsewhere=any(log.done_line > log.last_step_line for log in known if log.source != last.source),
         error_end=max((log.error_end for log in known if log.error_end is not None), key=bool, default=None),
     )
 
@@ -51,13 +52,16 @@ def _distinct(logs: Sequence[RankLog]) -> list[LogEvent]:
     """Events of several files; one that a console repeats from a rank's own file counts once."""
     if len(logs) == 1:
         return list(logs[0].events)
-    seen: dict[tuple[EventKind, str, float | None, str], str] = {}
-    kept = []
+    seen: dict[tuple[EventKind, str, float | None, str], tuple[str, int]] = {}
+    kept: list[LogEvent] = []
     for log in sorted(logs, key=lambda log: log.source.count("/"), reverse=True):
         for event in log.events:
             key = event.kind, event.text, event.time_s, event.values.get("at", "")
-            if seen.setdefault(key, log.source) == log.source:
+            source, place = seen.setdefault(key, (log.source, len(kept)))
+            if source == log.source:
                 kept.append(event)
+            elif "went_on" in event.values:  # as the console shows, where steps stand beside errors
+                kept[place] = replace(kept[place], values={**kept[place].values, "went_on": "1"})
     return kept
 
 

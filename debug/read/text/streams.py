@@ -102,7 +102,10 @@ class Stream:
             self.crash.append(text)
         elif (self.crash is None and "Python error" in text) or "imeout (" in text or "hread 0x" in text:
             self._note_crash(text)
-        if ("hread " in text or "retrieved" in text) and (name := beside_main(text)):
+        is_launched = line.local_rank is not None or "attempt_" in self.source
+        if ("hread " in text or "retrieved" in text or "rocess-" in text) and (
+            name := beside_main(text, is_launched=is_launched)
+        ):
             self.thread = name
         elif text.startswith("Exception ignored in"):
             self.is_ignored = True

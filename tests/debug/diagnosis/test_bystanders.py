@@ -148,11 +148,8 @@ CAUGHT = 'Traceback (most recent call last):\n  File "/job/t.py", line {}, in po
     ("lines", "record", "after", "culprits"),
     [
         ((5, 5, 5), "", "INFO next epoch\n", ()),
-        ((5, 5, 5), "", "", (1,)),
-        ((5, 5, 5), "", "[W1122 12:00:00.1 WorkerServer.cpp:144] [c10d] Server shutting down\n", (1,)),
         ((5, 5, 5), "12:00:0{} ERROR tracker: try later\n", "", ()),
         ((5, 6, 7), "12:00:0{} ERROR tracker: try later\n", "", (1,)),
-        ((5, 5), "", "", (1,)),
     ],
 )
 def test_an_error_logged_again_and_again_is_caught(
@@ -163,12 +160,25 @@ def test_an_error_logged_again_and_again_is_caught(
     assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").culprits == culprits
 
 
+@pytest.mark.parametrize("after", ["", "[W1122 12:00:00.1 WorkerServer.cpp:144] [c10d] Server shutting down\n"])
+@pytest.mark.parametrize("times", [2, 3])
+def test_an_error_that_came_before_may_be_caught_again(times: int, after: str, tmp_path: Path) -> None:
+    """Or it is the last try that ends the rank: its peers' errors, or a launcher, would show that."""
+    logs = {"rank_0": "started\n", "rank_1": CAUGHT.format(5) * times + after, "rank_2": "started\n"}
+    top = judged(tmp_path, **logs)
+    assert (top.culprits, top.suspects) == ((), (1,))
+    (tmp_path / "rank_2.log").write_text(
+        raised("RuntimeError: Connection closed by peer [10.1.2.3]:40012", 20, "all_reduce")
+    )
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (1,)
+
+
 def test_an_error_that_was_tried_again_may_end_the_rank(tmp_path: Path) -> None:
     """Three tries, each announced; the fourth traceback is that of the interpreter."""
     told = (
         ("12:00:01 ERROR tracker: try later\n" + CAUGHT.format(5)) * 3 + "12:00:09 ERROR giving up\n" + CAUGHT.format(5)
     )
-    assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").culprits == (1,)
+    assert judged(tmp_path, rank_0="started\n", rank_1=told, rank_2="started\n").suspects == (1,)
 
 
 @pytest.mark.parametrize(("status", "verdict"), [(0, "HEALTHY"), (1, "RANK_DIED")])

@@ -50,6 +50,14 @@ def test_composer_names_the_rank_that_crashed(tmp_path: Path) -> None:
     assert (top.verdict, top.culprits, top.signal) == ("RANK_DIED", (2,), "SIGBUS")
 
 
+def test_azure_says_that_the_job_failed(tmp_path: Path) -> None:
+    said = "AzureMLCompute job failed\nJobContainerTerminated: \n\terror_code: JobOutOfMemory\n\texit_codes: 137\n"
+    (tmp_path / "console.txt").write_text(STEPS + said)
+    top = first_verdict(tmp_path)
+    assert (top.verdict, top.culprits) == ("INSUFFICIENT_DATA", ())
+    assert "AzureMLCompute job failed" in top.headline
+
+
 JOB = {"jobName": "pretrain", "status": "FAILED", "statusReason": "Host EC2 (instance i-0a8) terminated."}
 WELL = {"jobName": "pretrain", "status": "SUCCEEDED", "attempts": [{"container": {"exitCode": 0}}]}
 KUBEFLOW = {

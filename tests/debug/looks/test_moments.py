@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.small_jobs import job
 from titan_ckpt.debug import Verdict, diagnose, open_run
+from titan_ckpt.debug.diagnosis.ends import told_to_end
 from titan_ckpt.debug.diagnosis.standstill import _wait
 from titan_ckpt.debug.incident.records import Heartbeat
 
@@ -100,8 +101,12 @@ def test_another_step_of_slurm_that_failed_killed_no_rank(label: str, tmp_path: 
 
 def test_in_a_copied_folder_a_wait_is_no_longer_than_it_was() -> None:
     """The file of a dump is as old as the copy; the recorder's last tick tells when the job was ended."""
-    record = job("0 1: all_reduce@1?").ranks[0]
+    run = job("0 1: all_reduce@1?")
+    record = run.ranks[0]
     issued_ns = int(record.operations["created_ns"].max())
     beat = Heartbeat(step=1, phase="", phase_ns=issued_ns, alive_ns=issued_ns + SECOND, source="rank_00000.box")
     copied = replace(record.dumps[0], reason="sigterm", time_s=issued_ns / 1e9 + 3600)
-    assert _wait(replace(record, dumps=(copied,), heartbeat=beat)) == 1.0
+    changed = replace(record, dumps=(copied,), heartbeat=beat)
+    told = told_to_end(replace(run, ranks={0: changed}))
+    assert told is not None
+    assert _wait(changed, told.first_ns) == 1.0

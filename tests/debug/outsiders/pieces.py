@@ -1,8 +1,9 @@
 """Evidence that others made who know the documents and not the code: `python -m tests.debug.outsiders.pieces` pins the verdicts.
 
-`tests/data/outsiders.tar.xz` holds it, with truth.json: the ranks at fault (or `none`, `subset:1,2`, `not:0`, `none_or:1` and the
-like), the verdicts that are right, and whether "undecided" is honest (`soft`). `tests/data/incidents.tar.xz` holds the 135 pieces
-of `test_world`. `tests/data/verdicts.txt` has what `debug` says of each, and of this project's own recordings and small jobs.
+`outsiders.tar.xz` and `outsiders_later.tar.xz` in `tests/data` hold it, with truth.json: the ranks at fault (or `none`,
+`subset:1,2`, `not:0`, `none_or:1` and the like), the verdicts that are right, and whether "undecided" is honest (`soft`).
+`tests/data/incidents.tar.xz` holds the 135 pieces of `test_world`. `tests/data/verdicts.txt` has what `debug` says of each, and
+of this project's own recordings and small jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from titan_ckpt.debug import Verdict, diagnose, open_run
 from tools.paths import DATA
 
 RECORDED = ("flight_recorder", "injected")
-ARCHIVES = {"outsiders": "truth.json", "incidents": "MANIFEST.json"}
+ARCHIVES = {"outsiders": "truth.json", "outsiders_later": "truth.json", "incidents": "MANIFEST.json"}
 PINNED = DATA / "verdicts.txt"
 _HEAD = "== "
 

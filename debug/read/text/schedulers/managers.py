@@ -201,7 +201,7 @@ class Managers:
             yield _of_host(match["host"], int(match["code"]))
 
     def job(self, text: str, _line: Line) -> Iterator[Said]:
-        """What AWS Batch and Kubeflow say of a job as a whole."""
+        """What AWS Batch, Kubeflow and Azure Machine Learning say of a job as a whole."""
         if _JOB_FAILED.search(text):
             yield Said(kind=EventKind.EXITED, text=text.strip())
 
@@ -306,6 +306,7 @@ _RAY_DIED = re.compile(r"[Aa] worker died or was killed.{0,600}?Worker PID: (?P<
 
 _JOB_FAILED = re.compile(
     r"^AWS Batch: job \S{1,200} is FAILED|Job \S{1,200} is failed because \d{1,6} \w{1,40} replica"
+    r"|^AzureMLCompute job failed\b"
 )
 _LAUNCHER_GONE = re.compile(r"the launcher of this job \(process \d{1,9}\) is gone")  # trainer/launch/launch.py
 _DOCKER_PS = re.compile(r"  Exited \((?P<code>\d{1,3})\) .{1,60}? ago\b.*\s(?P<host>[\w.-]{1,120})\s*$")
@@ -316,7 +317,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Managers, str, Line], Iterator[Sa
     (("to store for rank: ", "in store based barrier"), Managers.barrier),
     (("reached the barrier", "first task at the barrier", "are unhealthy", "/task:", "tasks have crashed"), Managers.jax),
     (("Remote daemon: ",), Managers.daemon),
-    (("AWS Batch: job ", "is failed because"), Managers.job),
+    (("AWS Batch: job ", "is failed because", "AzureMLCompute job failed"), Managers.job),
     ((".service: ",), Managers.unit),
     (("first noticed rank", "exit with status code", "Process name: ", "Exit code: "), Managers.first),
     (("return code = ", "Killing subprocess"), Managers.deepspeed),

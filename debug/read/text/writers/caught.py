@@ -6,7 +6,7 @@ import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
@@ -19,9 +19,12 @@ MOST_STEPS = 100_000
 MOST_AFTER = 40  # lines that may follow a test run's last word
 # `> [rank4]: ...` and `INFO  resume: > [rank6]: ...`: another log's lines.
 _QUOTE = re.compile(r"(?:[A-Z]{4,8}:? +)?(?:[\w./-]{1,60}: ){0,2}>(?: |$)")
+# A comment, and code in a sentence that names a rank: both speak of a log.
+_MENTION = re.compile(r"# (?! *[Rr]ank +\d)[^`]*\brank[ _]?\d|[^`]*`[^`]{0,200}\brank[ _]?\d{1,6}\b[^`]{0,400}`")
 # pytest's last line, and `go test`'s: https://pkg.go.dev/cmd/go#hdr-Test_packages
 _PASSED = re.compile(r"^=+ \d+ passed(?:, \d+ (?:skipped|xfailed|xpassed|warnings?|deselected))* in [\d.]+s\b|^PASS$")
 
+_CRASHES = (EventKind.FATAL_SIGNAL, EventKind.KILLED)
 _NO_FILES = ("<string>", "<stdin>")
 # glog's prefix: torch writes such lines while a process ends.
 _BY_TORCH = re.compile(r"\W{0,4}(?:rank\d+\]:?)?\W{0,3}[WEFI]\d{4} ")
@@ -47,7 +50,7 @@ class Caught:
         """Whether a line is another log's; notes the last word of a test run."""
         if "pass" in text.lower() and _PASSED.search(text):
             self.passed_line = number
-        return not self.has_quotes and _QUOTE.match(text) is not None
+        return _MENTION.match(text) is not None or (not self.has_quotes and _QUOTE.match(text) is not None)
 
     def is_test_run(self, num_lines: int, faults: Iterable[int]) -> bool:
         """Whether the file is what a test run wrote that passed: then faults, at lines before its end, are its subject."""
@@ -107,10 +110,15 @@ class Caught:
             if not (task := note.values.get("task", "")).isdigit() or not is_outlived(note.line, int(task))
         ]
 
+    def _stepped_around(self, line: int, rank: int) -> bool:
+        """Whether a rank logged steps before a line, and several after it: a process that crashes loses what it held back."""
+        mine = [at for at, _, of in self.numbered if of == rank]
+        return bool(mine) and mine[0] < line and sum(at > line for at in mine) > SEVERAL
+
     def mark(self, streams: Iterable[Stream], endings: Endings) -> None:
-        """Drop the ends of processes that the job outlived. Mark the exceptions before which the job came to several steps, and
-        after which it came to more; and those of code that was passed as text, after which the writer went on: a sample of a
-        code benchmark failed."""
+        """Drop the ends of processes that the job outlived. Mark the exceptions and crashes before which the job came to several
+        steps, and after which it came to more; and exceptions of code that was passed as text, after which the writer went on: a
+        sample of a code benchmark failed."""
         streams = [*streams]
         self._drop_outlived(streams, endings)
         lines = [line for line, _ in self.steps]
@@ -118,7 +126,11 @@ class Caught:
             for place, event in enumerate(events):
                 before = bisect.bisect_left(lines, event.line)
                 has_steps = before >= SEVERAL and len(lines) - before > SEVERAL
-                if event.kind == EventKind.EXCEPTION and (has_steps or _is_of_text(event, stream)):
+                if event.kind in _CRASHES:  # of a child, if its rank came to several steps, too
+                    is_outlived = has_steps and self._stepped_around(event.line, stream.rank)
+                else:
+                    is_outlived = event.kind == EventKind.EXCEPTION and (has_steps or _is_of_text(event, stream))
+                if is_outlived:
                     events[place] = replace(event, values={**event.values, "went_on": "1"})
 
 
@@ -134,3 +146,24 @@ def mark(stream: Stream, name: str, after: int) -> None:
         for place, event in enumerate(events):
             if event.line > after:
                 events[place] = replace(event, values={**event.values, name: "1"})
+
+
+def forget(streams: Collection[Stream], until: int) -> None:
+    """Drop what was written up to a line, of an earlier attempt of the job, if anything was written after it."""
+    if any(stream.tail and stream.tail[-1][0] > until for stream in streams):
+        for stream in streams:
+            _forget(stream, until)
+
+
+def _forget(stream: Stream, until: int) -> None:
+    if not stream.tail or stream.tail[-1][0] <= until:
+        stream.restart()
+        return
+    stream.first[:] = [event for event in stream.first if event.line > until]
+    for kept in (stream.last, stream.open_errors):
+        later = [event for event in kept if event.line > until]
+        kept.clear()
+        kept.extend(later)
+    if stream.last_step_line <= until:
+        stream.last_step, stream.last_step_line = None, 0
+        stream.step_times.clear()
