@@ -273,6 +273,7 @@ def finish_texts(evidence: RunEvidence) -> None:
         if pid:
             processes.append((pid, rank, known.sidecar.host if known.sidecar else ""))
     _forget_earlier_attempts(evidence.texts)
+    _forget_restarted(evidence)
     evidence.flags.extend(forget_earlier_runs(evidence.texts))
     if evidence.ranks:
         name_recorded(evidence.texts, sum(found.sidecar is not None for found in evidence.ranks.values()))
@@ -348,6 +349,15 @@ def _forget_earlier_attempts(texts: Iterable[JobText]) -> None:
                 text.writers = {
                     writer: stream for writer, stream in text.writers.items() if writer[0] not in ("rank", "local")
                 }
+
+
+def _forget_restarted(evidence: RunEvidence) -> None:
+    """The recorders know how often torchrun has started their ranks again: as many failures in its console are history."""
+    sides = [known.sidecar for known in evidence.ranks.values() if known.sidecar is not None]
+    counts = [int(side.launch["restart"]) for side in sides if side.launch.get("restart", "").isdigit()]
+    for text in evidence.texts:
+        if text.endings.is_elastic and text.endings.has_failed and text.endings.attempts < min(counts, default=0):
+            text.forget_attempt()
 
 
 def _without_ranks_noise(job: RankLog | None) -> RankLog | None:

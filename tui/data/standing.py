@@ -209,7 +209,7 @@ def _undecided_text(incident: Incident) -> str:
     if not incident.top.is_undecided:
         return ""
     gone = sum(record.is_gone and record.exit is None for record in incident.run.ranks.values())
-    if gone == incident.run.world_size:
+    if gone and gone == incident.run.world_size:
         return f"{counted(gone, 'rank')} gone"
     waiting = len(incident.top.victims)
     return f"{counted(waiting, 'rank')} wait{'s' * (waiting == 1)}" if waiting else ""

@@ -28,6 +28,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 _ABSENT = "Logs are files such as logs/rank_00003.log, plain or compressed (.gz, .zst). `titan-ckpt train` writes them."
+_ENDLESS = re.compile(r"(?<!\\)[+*]\??\)[+*{]")  # `(a+)+`: `re` may try each way to part a line, and cannot be stopped
 _QUARTER_MS, _MINUTE_MS = 900_000, 60_000
 
 
@@ -223,6 +224,11 @@ class LogsPane(Pane):
             re.compile(pattern)
         except re.error as error:
             self.post_message(self.ShowStatus(f"{pattern!r} is not a regular expression: {error}"))
+            return
+        if _ENDLESS.search(pattern):
+            self.post_message(
+                self.ShowStatus(f"{pattern!r} may search for ever: it repeats a group that ends with a repetition")
+            )
             return
         self._keep_place()
         super().set_filter(text)

@@ -12,7 +12,7 @@ from titan_ckpt.debug.read.text.lines import MAX_MESSAGE, Opener, begins_alike, 
 from titan_ckpt.debug.read.text.nccl_calls import NcclCalls
 from titan_ckpt.debug.read.text.prefixes import Line, peel
 from titan_ckpt.debug.read.text.streams import Stream
-from titan_ckpt.debug.read.text.writers.caught import Caught, forget, mark
+from titan_ckpt.debug.read.text.writers.caught import Caught, forget, mark, wrote_after
 from titan_ckpt.debug.read.text.writers.introductions import STARTED, introduction, job_apart, listening_rank, on_host
 from titan_ckpt.debug.read.text.writers.labels import Labels, Writer
 from titan_ckpt.debug.read.text.writers.log_records import TRACEBACK, LogRecords
@@ -103,7 +103,8 @@ class JobText:
         if self.endings.take(number, line):
             self._begin_attempt()
         if self.endings.unsaid_line:
-            forget(self.writers.values(), self.endings.unsaid_line)
+            if wrote_after(self.writers.values(), self.endings.unsaid_line):
+                self._forget(self.endings.unsaid_line)
             self.told_line, self.endings.unsaid_line = 0, 0
         self.told_line = number if self.endings.told and not self.told_line else self.told_line
         if len(self.endings.notes) > num_notes and writer[0] in ("rank", "local", "pid"):
@@ -144,6 +145,16 @@ class JobText:
                 writer[2] for writer in self.writers if writer[0] == "rank"
             }:
                 self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
+
+    def forget_attempt(self) -> None:
+        """What was read up to the last failure that the launcher reported is of an attempt that was restarted after it."""
+        self._forget(max((ending.line for ending in self.endings.found), default=self.num_lines))
+        self.endings.begin_attempt()
+        self.told_line = 0
+
+    def _forget(self, until: int) -> None:
+        for stream in self.writers.values():
+            forget(stream, until)
 
     def _begin_attempt(self, keep: Stream | None = None) -> None:
         self.told_line = 0

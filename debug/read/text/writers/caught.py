@@ -6,7 +6,7 @@ import bisect
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from titan_ckpt.debug.incident.kinds import EventKind
@@ -148,14 +148,13 @@ def mark(stream: Stream, name: str, after: int) -> None:
                 events[place] = replace(event, values={**event.values, name: "1"})
 
 
-def forget(streams: Collection[Stream], until: int) -> None:
-    """Drop what was written up to a line, of an earlier attempt of the job, if anything was written after it."""
-    if any(stream.tail and stream.tail[-1][0] > until for stream in streams):
-        for stream in streams:
-            _forget(stream, until)
+def wrote_after(streams: Iterable[Stream], line: int) -> bool:
+    """Whether anything was written after a line."""
+    return any(stream.tail and stream.tail[-1][0] > line for stream in streams)
 
 
-def _forget(stream: Stream, until: int) -> None:
+def forget(stream: Stream, until: int) -> None:
+    """Drop what a stream holds up to a line, of an earlier attempt of the job."""
     if not stream.tail or stream.tail[-1][0] <= until:
         stream.restart()
         return
