@@ -15,7 +15,7 @@ _LATER_NS = 10**9  # progress so long after a dump shows that its process lived 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """A signal from outside (SIGTERM, ctrl-c) ended these ranks, `all` or some, the first at `first_ns` (0 if unknown)."""
+    """A signal from outside (SIGTERM, ctrl-c) ended these ranks, the first at `first_ns` (0 if unknown)."""
 
     ranks: tuple[int, ...]
     is_all: bool

@@ -43,7 +43,7 @@ _ONE_LOOK = (
 )
 _LOOK_AT_END = "look whether its processes are gone, and at the launcher's exit code: 0 means that all is well"
 _LOOK_WHO = (
-    "look who ended it: a time limit, a preemption, scancel, ctrl-c; under torchrun also the failure of another host"
+    "look who ended it: a time limit, a preemption, scancel, ctrl-c, or torchrun after the failure of another host"
 )
 
 

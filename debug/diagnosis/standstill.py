@@ -27,9 +27,8 @@ TIMES_LONGEST_GAP = 2.0  # a wait this many times as long as the longest before 
 BEGINNING_S = 30.0  # imports take as long on a busy host
 LEAST_GAPS = 8
 LEAST_LOGGED = 3  # logged steps, to know how often the program logs one
-_INTERRUPTED = re.compile(
-    r"Received (?:2|Signals\.SIGINT) death signal"
-)  # torch/distributed/elastic/agent/server/api.py
+# torch/distributed/elastic/agent/server/api.py
+_INTERRUPTED = re.compile(r"Received (?:2|Signals\.SIGINT) death signal")
 _FROM_OUTSIDE = (EventKind.CANCELLED, EventKind.SIGTERM)
 
 # Verdicts that say only that a rank has not come yet. The others (a death, operations that disagree) hold in a live job too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from signal import SIGKILL
 
 import numpy as np
@@ -80,22 +80,28 @@ def _took_part_later(run: Run, verdict: Verdict) -> bool:
     none before all have come: then the dump of the rank at fault is older than that."""
     if verdict.confidence >= RECORDED or verdict.verdict not in (*_NOT_COME, *_OF_DEVICES):
         return False
+    begun = [_begun(run.ranks[rank]) for rank in verdict.culprits[:MOST_CULPRITS] if rank in run.ranks]
+    met = _newest_met(run, {group for last in begun for group in last})
+    return any(met[group] > number for last in begun for group, number in last.items())
+
+
+def _begun(record: RankRecord) -> dict[int, int]:
+    """By group, the newest collective that a rank, or its device where that is recorded, has begun; -1 if none."""
+    table = record.operations[record.operations["p2p"] == 0]
+    begun = table[table["state"] != SCHEDULED] if (table["started_ns"] > 0).any() else table
+    groups = np.unique(table["group"]).tolist()
+    return {group: int(begun["seq"][begun["group"] == group].max(initial=-1)) for group in groups}
+
+
+def _newest_met(run: Run, groups: Collection[int]) -> dict[int, int]:
+    """By group, the newest collective that a rank has completed, of those that end on none before all have come."""
     codes = [code for code, op in enumerate(run.names.ops) if any(name in op for name in _OF_ALL)]
-    return any(_is_outdated(run, rank, codes) for rank in verdict.culprits[:MOST_CULPRITS] if rank in run.ranks)
-
-
-def _is_outdated(run: Run, rank: int, codes: Sequence[int]) -> bool:
-    """Whether others have completed one of these operations in a group in which a rank has not begun it, by its own dump."""
-    mine = run.ranks[rank].operations
-    mine = mine[mine["p2p"] == 0]
-    begun = mine[mine["state"] != SCHEDULED] if (mine["started_ns"] > 0).any() else mine
-    for group in np.unique(mine["group"]).tolist():
-        last = int(begun["seq"][begun["group"] == group].max(initial=-1))
-        for table in (record.operations for other, record in run.ranks.items() if other != rank):
-            later = table[(table["group"] == group) & (table["p2p"] == 0) & (table["seq"] > last)]
-            if bool((np.isin(later["op"], codes) & (later["state"] == COMPLETED)).any()):
-                return True
-    return False
+    newest = dict.fromkeys(groups, -1)
+    for table in (record.operations for record in run.ranks.values()):
+        done = table[(table["p2p"] == 0) & (table["state"] == COMPLETED) & np.isin(table["op"], codes)]
+        for group in newest:
+            newest[group] = max(newest[group], int(done["seq"][done["group"] == group].max(initial=-1)))
+    return newest
 
 
 def has_lost_launcher(run: Run) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
@@ -60,9 +61,8 @@ def _without_caught(record: RankRecord) -> RankRecord:
 def _without_seen(run: Run) -> Run:
     """The run; own errors are marked as outlived on ranks that a tool saw alive at a line where another rank waits, too."""
     places = {rank: place for rank, record in run.ranks.items() if (place := _seen_at(run, record)) is not None}
-    met = {
-        rank for rank, place in places.items() if any(place == other for peer, other in places.items() if peer != rank)
-    }
+    counts = Counter(places.values())
+    met = [rank for rank, place in places.items() if counts[place] > 1]
     errors = {rank: error for rank in met if (error := own_exception(run.ranks[rank])) is not None}
     return replace(
         run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in errors.items()}}

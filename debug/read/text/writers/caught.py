@@ -50,7 +50,8 @@ class Caught:
         """Whether a line is another log's; notes the last word of a test run."""
         if "pass" in text.lower() and _PASSED.search(text):
             self.passed_line = number
-        return _MENTION.match(text) is not None or (not self.has_quotes and _QUOTE.match(text) is not None)
+        is_mention = ("`" in text or text.startswith("# ")) and _MENTION.match(text) is not None
+        return is_mention or (not self.has_quotes and _QUOTE.match(text) is not None)
 
     def is_test_run(self, num_lines: int, faults: Iterable[int]) -> bool:
         """Whether the file is what a test run wrote that passed: then faults, at lines before its end, are its subject."""
