@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
@@ -45,7 +46,7 @@ def _without_victims(run: Run) -> Run:
     felt = {rank: error for rank, error in own.items() if _OF_NCCL.search(error.text)}
     if len(felt) == len(own) and 2 * len(felt) <= run.world_size:
         return run
-    return replace(run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in felt.items()}})
+    return _with_marked(run, felt)
 
 
 def _without_caught(record: RankRecord) -> RankRecord:
@@ -63,10 +64,7 @@ def _without_seen(run: Run) -> Run:
     places = {rank: place for rank, record in run.ranks.items() if (place := _seen_at(run, record)) is not None}
     counts = Counter(places.values())
     met = [rank for rank, place in places.items() if counts[place] > 1]
-    errors = {rank: error for rank in met if (error := own_exception(run.ranks[rank])) is not None}
-    return replace(
-        run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in errors.items()}}
-    )
+    return _with_marked(run, {rank: error for rank in met if (error := own_exception(run.ranks[rank])) is not None})
 
 
 def _seen_at(run: Run, record: RankRecord) -> str | None:
@@ -76,6 +74,12 @@ def _seen_at(run: Run, record: RankRecord) -> str | None:
         return None
     frame = user_frame(seen[-1].frames, run.wrappers)
     return frame.place if frame is not None else None
+
+
+def _with_marked(run: Run, errors: Mapping[int, LogEvent]) -> Run:
+    return replace(
+        run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in errors.items()}}
+    )
 
 
 def _marked(record: RankRecord, error: LogEvent) -> RankRecord:
