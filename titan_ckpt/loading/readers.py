@@ -31,10 +31,11 @@ class Readers:
         self._store, self._give_up_at, self._timeout_s = store, give_up_at, timeout_s
         self._queue = queue.SimpleQueue[Callable[[], None] | None]()
         self._running: dict[int, tuple[str, float]] = {}
-        self._threads = threads
         self._begun: dict[Future[Any], str] = {}
-        for n in range(threads):
-            threading.Thread(target=self._serve, name=f"titan-ckpt-load-{n}", daemon=True).start()
+        names = [f"titan-ckpt-load-{n}" for n in range(threads)]
+        self._threads = [threading.Thread(target=self._serve, name=name, daemon=True) for name in names]
+        for thread in self._threads:
+            thread.start()
 
     def read(self, requests: Iterable[Request]) -> list[Future[None]]:
         """Begin to read all requests, neighbours together."""
@@ -68,11 +69,19 @@ class Readers:
         return future.result()
 
     def stop(self) -> bool:
-        """Begin nothing more and wait a while for what has begun. Whether all of it has ended."""
-        running = [future for future in self._begun if not future.cancel()]
-        for _ in range(self._threads):
+        """Begin nothing more and wait a while for what has begun. Whether all of it has ended.
+
+        Waits for the threads, not for their results: a thread that lets a tensor go while Python takes itself down aborts the
+        process (torch releases the GIL there, https://docs.python.org/3/c-api/init.html#c.PyEval_RestoreThread).
+        """
+        for future in self._begun:
+            future.cancel()
+        for _ in self._threads:
             self._queue.put(None)
-        return not wait(running, max(self._left_s(), LAST_WAIT_S)).not_done
+        end = time.monotonic() + max(self._left_s(), LAST_WAIT_S)
+        for thread in self._threads:
+            thread.join(end - time.monotonic())
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _left_s(self) -> float:
         return min(max(self._give_up_at - time.monotonic(), 0.0), threading.TIMEOUT_MAX)

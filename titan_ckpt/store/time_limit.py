@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -123,7 +123,8 @@ def on_a_thread(
 ) -> Future[T] | None:
     """Run `action` on a daemon thread; its finished future, or None if it takes longer than `give_up_s`.
 
-    `say` is called if it takes longer than SAID_AFTER_S.
+    `say` is called if it takes longer than SAID_AFTER_S. A thread that has done its work has ended, and lets go of nothing later:
+    of the last reference to a tensor, say, which aborts the process if Python takes itself down meanwhile.
     """
     done = Future[T]()
 
@@ -133,12 +134,15 @@ def on_a_thread(
         except BaseException as error:  # noqa: BLE001  (the waiting caller raises it)
             done.set_exception(error)
 
-    threading.Thread(target=run, name="titan-ckpt-store", daemon=True).start()
+    thread = threading.Thread(target=run, name="titan-ckpt-store", daemon=True)
+    thread.start()
     if say is not None and give_up_s > SAID_AFTER_S:
         give_up_s -= SAID_AFTER_S
-        if not wait([done], SAID_AFTER_S).done:
+        thread.join(SAID_AFTER_S)
+        if thread.is_alive():
             say()
-    return done if wait([done], give_up_s).done else None
+    thread.join(give_up_s)
+    return None if thread.is_alive() else done
 
 
 def run_until(give_up_s: float, action: Callable[..., T], *stores: Store, what: str) -> T:
