@@ -163,7 +163,7 @@ def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse
         write_picture(arguments.html, page, is_forced=arguments.force)
         write_note(f"wrote {arguments.html}")
     if arguments.perfetto is not None:
-        write_marked(arguments.perfetto, trace_parts(evidence, mark=MARK), is_forced=arguments.force)
+        write_marked(arguments.perfetto, trace_parts(evidence, verdicts[0], mark=MARK), is_forced=arguments.force)
         left_out = num_left_out(evidence)
         more = f", without the {left_out:,} oldest operations" if left_out else ""
         write_note(f"wrote {arguments.perfetto}{more}; open it in ui.perfetto.dev or chrome://tracing")

@@ -12,7 +12,7 @@ from textual import events
 from textual.app import App
 from textual.message import Message
 
-from titan_ckpt.console.units import format_duration
+from titan_ckpt.console.units import format_age
 from titan_ckpt.tui.data.standing import Standing, damage_facts, standing, ticking
 from titan_ckpt.tui.rows import Role
 from titan_ckpt.tui.screens import PANES
@@ -78,8 +78,7 @@ class VerdictBar(OneLine):
             self.show(f" {Standing(word='CHECKPOINTS', role=Role.BAD, facts=damage).text(self.app.size.width - 2)}")
         if incident is not None:
             is_live = session.is_following or bool(ticking(incident, session.seen_s))
-            age_s = max(session.clock() - session.seen_s, 0.0)
-            age = f"{age_s:.0f} s" if age_s < 60 else format_duration(age_s)  # no parts of a second
+            age = format_age(session.clock() - session.seen_s)
             found, width = standing(incident, session.seen_s).beside(steps), self.app.size.width - 2
             forms = (f"   looked {age} ago", f"   {age} ago") if is_live else ()
             looked = next((form for form in forms if len(found.foremost) + len(form) <= width), "")

@@ -63,7 +63,7 @@ def _write_text(incident: Incident, path: str, now_s: float) -> None:
 
 
 def _write_trace(incident: Incident, path: str, now_s: float) -> None:  # noqa: ARG001 (as the others)
-    _write(path, trace_parts(incident.run, mark=MARK))
+    _write(path, trace_parts(incident.run, incident.top, mark=MARK))
 
 
 def _write(path: str, parts: Iterable[str]) -> None:

@@ -44,8 +44,8 @@ from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogFilter, LogIndex, cheap_mask, load_logs, search
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.index import HEAD_BYTES, LogFilter, LogIndex, cheap_mask, load_logs, search
 from titan_ckpt.tui.screenshot import settled
 from tools.paths import INCIDENTS
 from tools.report import Measurement, timed, write_section

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
 
-from titan_ckpt.console.units import format_duration
+from titan_ckpt.console.units import format_age, format_duration
+from titan_ckpt.debug.diagnosis.looks_well import went_on
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import hang_stack
 from titan_ckpt.debug.incident.kinds import Subtype, VerdictKind
@@ -19,12 +20,14 @@ MAX_WAITS = 4
 MAX_PLACES = 4
 MAX_COMMANDS = 3
 HANGS = "did not end"
+LAST_WAITS = "the last rank begins to wait"  # from then on nobody goes on
 
 
 def when(run: Run, top: Verdict, now_s: float) -> str:
     """`stopped 2026-11-22 01:49:23 UTC, 3 h ago; last sign of life 13 s later`; "" if no time is known. A slow job
     has not stopped."""
-    return stopped(stopped_s(run, top, began_ns(run)), last_sign_ns(run) / 1e9, now_s)
+    last_s = last_sign_ns(run) / 1e9
+    return ended(last_s, now_s) if went_on(run) else stopped(stopped_s(run, top, began_ns(run)), last_s, now_s)
 
 
 def lasting(run: Run, top: Verdict, now_s: float) -> str:
@@ -52,7 +55,7 @@ def moment(seconds: float) -> str:
 
 
 def _age(now_s: float, then_s: float) -> str:
-    return f", {format_duration(now_s - then_s)} ago" if now_s > then_s else ""
+    return f", {format_age(now_s - then_s)} ago" if now_s > then_s else ""
 
 
 def fact(item: Evidence) -> str:
@@ -85,13 +88,23 @@ def stack_of(record: RankRecord) -> tuple[StackSnapshot, Thread] | None:
 
 
 def open_word(top: Verdict) -> str:
-    """What is said of an operation that was open when it was recorded: in a job that was only slow it ended."""
-    return "open when it was recorded" if top.is_healthy or top.verdict == VerdictKind.STRAGGLER else HANGS
+    """What is said of an operation that was open when it was recorded: in a job that hangs it did not end."""
+    return "open when it was recorded" if _went_on(top) or top.verdict == VerdictKind.RUNNING else HANGS
+
+
+def _went_on(top: Verdict) -> bool:
+    return top.is_healthy or top.verdict == VerdictKind.STRAGGLER
+
+
+def who_waits(run: Run, top: Verdict) -> tuple[str, str]:
+    """`who waits for whom`, and the verb of one rank alone: in the past where the ranks that waited have ended or went on."""
+    is_past = _went_on(top) or all(process_ended(run, waiter, top) for waiter, _ in top.chain)
+    return ("who waited for whom", "waited") if is_past else ("who waits for whom", "waits")
 
 
 def waiting(run: Run, top: Verdict) -> Iterator[str]:
     """A line per operation that ranks wait in; none of a job that was only slow."""
-    found = waits(run) if open_word(top) == HANGS else []
+    found = [] if _went_on(top) else waits(run)
     for wait in found[:MAX_WAITS]:
         yield f"{rank_list(wait.ranks)}: {wait.text}"
     if len(found) > MAX_WAITS:

@@ -24,6 +24,7 @@ from titan_ckpt.debug.report.facts import (
     step_text,
     waiting,
     where,
+    who_waits,
 )
 from titan_ckpt.debug.report.html_style import STYLE
 from titan_ckpt.debug.report.timeline import timeline
@@ -89,7 +90,7 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
 def _why(run: Run, verdicts: Sequence[Verdict]) -> Iterator[str]:
     top = verdicts[0]
     yield from _section("Why", _list(fact(item) for item in top.evidence))
-    yield from _section("Who waits for whom", _list(_chain(top)))
+    yield from _section(who_waits(run, top)[0].capitalize(), _list(_chain(run, top)))
     if top.is_healthy:
         return
     yield from _section("Who waits in what", _list(waiting(run, top)))
@@ -100,12 +101,13 @@ def _why(run: Run, verdicts: Sequence[Verdict]) -> Iterator[str]:
     yield from _section("Less likely", _list(others))
 
 
-def _chain(top: Verdict) -> list[str]:
+def _chain(run: Run, top: Verdict) -> list[str]:
     waiters: dict[int, list[int]] = {}
     for waiter, awaited in top.chain:
         waiters.setdefault(awaited, []).append(waiter)
+    verb = who_waits(run, top)[1]
     lines = [
-        f"{rank_list(ranks)} wait{'s' if len(ranks) == 1 else ''} for rank {awaited}"
+        f"{rank_list(ranks)} {verb if len(ranks) == 1 else verb.removesuffix('s')} for rank {awaited}"
         for awaited, ranks in waiters.items()
     ]
     return [*lines[:MOST_WAITS], *([f"and {len(lines) - MOST_WAITS:,} more"] if len(lines) > MOST_WAITS else [])]

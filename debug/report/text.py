@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, page_of, step_text, waiting, when, where
+from titan_ckpt.debug.report.facts import commands, fact, page_of, step_text, waiting, when, where, who_waits
 
 WIDTH = 100
 MAX_EVIDENCE = 6
@@ -29,7 +29,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
     if top.evidence:
         lines += ["why:", *(f"  - {_wrapped(text, 4)}" for text in _why(top))]
     if top.chain:
-        lines.append(_chain(top))
+        lines.append(_chain(run, top))
     if not top.is_healthy and (held := list(waiting(run, top))):
         lines += ["who waits in what:", *(f"  - {_wrapped(line, 4)}" for line in held)]
     if not top.is_healthy and (located := where(run, top)):
@@ -72,10 +72,10 @@ def _facts(run: Run, top: Verdict) -> list[str]:
     return ["  " + " · ".join(facts)]
 
 
-def _chain(top: Verdict) -> str:
+def _chain(run: Run, top: Verdict) -> str:
     pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:8]]
     more = f", and {len(top.chain) - 8} more" if len(top.chain) > 8 else ""
-    return f"who waits for whom: {', '.join(pairs)}{more}"
+    return f"{who_waits(run, top)[0]}: {', '.join(pairs)}{more}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.records import Run
 from titan_ckpt.debug.incident.waits import began_ns, last_sign_ns, pending
 from titan_ckpt.debug.report.alike import Alike
-from titan_ckpt.debug.report.facts import HANGS
+from titan_ckpt.debug.report.facts import HANGS, LAST_WAITS
 
 MOST_ROWS = 48
 SHOWN_OPERATIONS = 24
@@ -51,7 +51,7 @@ def timeline(run: Run, parties: Sequence[Alike], unended: str) -> str:
         x = window.x(began)
         lines.append(f'<line class="stop" x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD - 6}" y2="{height}"/>')
         place = f'x="{x + 3:.1f}"' if x < WIDTH - STOP_TEXT else f'x="{x - 3:.1f}" text-anchor="end"'
-        lines.append(f'<text class="stop" {place} y="{HEAD - 10}">the last rank began to wait</text>')
+        lines.append(f'<text class="stop" {place} y="{HEAD - 10}">{LAST_WAITS}</text>')
     return "\n".join([*lines, "</svg>"])
 
 

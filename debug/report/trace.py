@@ -15,8 +15,9 @@ import numpy as np
 
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import OperationState
-from titan_ckpt.debug.incident.records import Array, RankRecord, Run
+from titan_ckpt.debug.incident.records import Array, RankRecord, Run, Verdict
 from titan_ckpt.debug.incident.waits import last_sign_ns, pending
+from titan_ckpt.debug.report.facts import HANGS, open_word
 
 MOST_EVENTS = 1_000_000
 _TRACKS = 1 << 12  # track numbers kept for one group
@@ -28,15 +29,15 @@ def num_left_out(run: Run) -> int:
     return sum(max(len(record.operations) - most, 0) for record in run.ranks.values())
 
 
-def trace_parts(run: Run, *, mark: str) -> Iterator[str]:
-    """The trace as JSON text, in parts. `mark` is noted in it as its writer."""
+def trace_parts(run: Run, top: Verdict, *, mark: str) -> Iterator[str]:
+    """The trace as JSON text, in parts. `top`: the verdict; `mark` is noted as the writer."""
     start_ns = _first_ns(run)
     about = {"written_by": mark, "incident": run.incident, "ranks": run.world_size, "starts_at_ns": start_ns}
     yield f'{{"otherData": {json.dumps(about)}, "displayTimeUnit": "ms", "traceEvents": ['
     comma = ""
     end_ns, most = last_sign_ns(run), _most_per_rank(run)
     for rank, record in run.ranks.items():
-        events = list(_events(run, record, start_ns, end_ns, most))
+        events = list(_events(run, record, start_ns, end_ns, most, open_word(top)))
         if events:
             yield comma + ",\n".join(json.dumps(event) for event in [_process(rank, record), *events])
             comma = ",\n"
@@ -61,8 +62,13 @@ def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
 
 
-def _events(run: Run, record: RankRecord, start_ns: int, end_ns: int, most: int) -> Iterator[dict[str, Any]]:
-    """The rank's operations whose time is known, the newest `most`; before the first of each track, the track's name."""
+def _events(
+    run: Run, record: RankRecord, start_ns: int, end_ns: int, most: int, unended: str
+) -> Iterator[dict[str, Any]]:
+    """The rank's operations whose time is known, the newest `most`; before the first of each track, the track's name.
+
+    `unended`: what is said of one without an end.
+    """
     first = max(len(record.operations) - most, 0)
     table = record.operations[first:]
     begins, ends = _spans(table, end_ns)
@@ -77,7 +83,7 @@ def _events(run: Run, record: RankRecord, start_ns: int, end_ns: int, most: int)
         if lane == len(lanes):
             yield _named("thread_name", record.rank, track, f"group {run.groups[group]}")
         lanes[lane : lane + 1] = [end]
-        yield _event(run, record.rank, first + int(row), track, begin - start_ns, end - begin)
+        yield _event(run, record.rank, first + int(row), track, begin - start_ns, end - begin, unended)
 
 
 def _spans(table: Array, end_ns: int) -> tuple[Array, Array]:
@@ -87,7 +93,7 @@ def _spans(table: Array, end_ns: int) -> tuple[Array, Array]:
     return begins, np.maximum(ends, begins)
 
 
-def _event(run: Run, rank: int, row: int, track: int, begin_ns: int, took_ns: int) -> dict[str, Any]:
+def _event(run: Run, rank: int, row: int, track: int, begin_ns: int, took_ns: int, unended: str) -> dict[str, Any]:
     operation = run.operation(rank, row)
     frame = user_frame(operation.frames, run.wrappers)
     is_pending = not operation.retired and operation.state != OperationState.COMPLETED
@@ -102,12 +108,12 @@ def _event(run: Run, rank: int, row: int, track: int, begin_ns: int, took_ns: in
     number = f" #{operation.seq}" if operation.seq >= 0 else ""
     return {
         "ph": "X",
-        "name": f"{operation.op}{number}{' (pending)' if is_pending else ''}",
-        "cat": "pending" if is_pending else "done",
+        "name": f"{operation.op}{number}{f' ({unended})' if is_pending else ''}",
+        "cat": "done" if not is_pending else "pending" if unended == HANGS else "open",
         "pid": rank,
         "tid": track,
         "ts": begin_ns / 1e3,
         "dur": max(took_ns / 1e3, 1.0),
         "args": {name: value for name, value in facts.items() if value not in ("", None)},
-        **({"cname": "terrible"} if is_pending else {}),
+        **({"cname": "terrible"} if is_pending and unended == HANGS else {}),
     }

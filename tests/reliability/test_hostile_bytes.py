@@ -25,8 +25,8 @@ from titan_ckpt.errors import CheckpointError, DamagedError
 from titan_ckpt.format.names import COMMIT
 from titan_ckpt.saving.saver import SaveOptions, Saver
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_index import load_logs
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.index import load_logs
 from titan_ckpt.tui.data.metrics import parse_metric_lines
 
 

@@ -15,10 +15,10 @@ from titan_ckpt.errors import StoreError
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import LogFile, find_content
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_filter import LogQuery, fold, views
-from titan_ckpt.tui.data.log_growth import grow
-from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, cheap_mask, lines_by_time, load_logs, search
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.filter import LogQuery, fold, views
+from titan_ckpt.tui.data.logs.growth import grow
+from titan_ckpt.tui.data.logs.index import LogFilter, LogIndex, cheap_mask, lines_by_time, load_logs, search
 from titan_ckpt.tui.screens.logs import LogsPane
 from titan_ckpt.tui.screenshot import settled
 
@@ -63,7 +63,7 @@ def test_a_search_ignores_text_after_the_indexed_lines(tmp_path: Path) -> None:
 def test_every_line_is_found_wherever_blocks_end(
     tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan_ckpt.tui.data.log_index.BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("titan_ckpt.tui.data.logs.index.BLOCK_BYTES", block_bytes)
     texts = [line(n % 60, 0, f"item {n} " + "x" * (n % 37 + 1)) for n in range(200)]
     (tmp_path / "rank_0.log").write_text("\n".join(texts))
     index = index_of(tmp_path)
@@ -244,7 +244,7 @@ async def test_a_run_that_vanishes_is_reported_and_its_lines_stay(tmp_path: Path
 async def test_the_title_shows_that_only_the_last_lines_are_folded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan_ckpt.tui.data.log_filter.FOLD_LINES", 500)
+    monkeypatch.setattr("titan_ckpt.tui.data.logs.filter.FOLD_LINES", 500)
     monkeypatch.setattr("titan_ckpt.tui.screens.logs.FOLD_LINES", 500)
     lines = [line(n // 1000 % 60, 0, f"{'word' * (n % 7)}{n}") for n in range(510)]
     (tmp_path / "rank_0.log").write_text("\n".join(lines))

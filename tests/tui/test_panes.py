@@ -68,7 +68,7 @@ async def test_panes_appear_with_the_width_of_the_terminal() -> None:
         await pilot.resize_terminal(120, 36)
         await settled(app, pilot)
         assert shown_parts(app) == ["ranks", "time", "details"]
-        assert "all wait from here" in screen_text(app)
+        assert "the last rank begins to wait" in screen_text(app)
         await press(app, pilot, "w")
         assert shown_parts(app) == []
         await pilot.resize_terminal(40, 12)

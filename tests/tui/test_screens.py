@@ -20,7 +20,7 @@ from titan_ckpt.saving.saver import Saver
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import first_error, load_incident
-from titan_ckpt.tui.data.log_filter import parse_filter
+from titan_ckpt.tui.data.logs.filter import parse_filter
 from titan_ckpt.tui.rows import RowLink
 from titan_ckpt.tui.screens.checkpoint_rows import saving_rows
 from titan_ckpt.tui.screens.grid import GridPane

@@ -53,3 +53,14 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < _LONG_HOURS else f"{hours // 24} d {hours % 24} h"
+
+
+def format_age(seconds: float) -> str:
+    """How long ago something was: whole seconds, from a minute on whole minutes.
+
+    >>> format_age(0.4), format_age(59.7), format_age(190), format_age(7260)
+    ('0 s', '59 s', '3 min', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{int(max(seconds, 0))} s"
+    return f"{seconds // 60:.0f} min" if seconds < 3600 else format_duration(seconds)

@@ -29,9 +29,9 @@ from titan_ckpt.debug.report.as_json import report_json
 from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import TitanError
 from titan_ckpt.tui.data.content import LogFile
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_index import load_logs
-from titan_ckpt.tui.data.log_lines import scan
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.index import load_logs
+from titan_ckpt.tui.data.logs.lines import scan
 from tools.fuzz.family import Family
 from tools.fuzz.memory_store import MemoryStore
 from tools.fuzz.mutate import mutate_bytes, mutate_json, mutate_pickle, mutate_text

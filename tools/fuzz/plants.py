@@ -60,7 +60,7 @@ PLANTS = (
     Plant("archive", _READ + "archives.members", "except (ValueError, OverflowError) as error:\n        raise DamagedError(f\"{text!r}", "except KeyError as error:\n        raise DamagedError(f\"{text!r}"),
     Plant("archive", _READ + "archives.members", "if header.size < 0:", "if False:"),
     Plant("log", _READ + "stacks", "return int(digits[:9])", "return int(digits)"),
-    Plant("log", _TUI + "log_lines", "    except ValueError:\n        return UNKNOWN_TIME", "    except KeyError:\n        return UNKNOWN_TIME"),
+    Plant("log", _TUI + "logs.lines", "    except ValueError:\n        return UNKNOWN_TIME", "    except KeyError:\n        return UNKNOWN_TIME"),
     Plant("log", _READ + "text.lines", "self._partial[:MAX_JOINED] + text", "self._partial + text"),
     Plant("packed", "titan_ckpt.parsing.unpacking", "if total > most:", "if False:"),
     Plant("packed", "titan_ckpt.parsing.unpacking", "zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)", "zstandard.ZstdDecompressor()"),

@@ -13,7 +13,7 @@ from titan_ckpt.debug.incident.frames import is_library, user_frame
 from titan_ckpt.debug.incident.records import SEND, Frame, Operation, RankRecord
 from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident
-from titan_ckpt.tui.data.log_index import LogIndex
+from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.standing import exit_text, fault_elsewhere, process_text
 from titan_ckpt.tui.pictures.stacks import stack_of
 from titan_ckpt.tui.rows import (

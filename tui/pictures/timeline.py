@@ -12,6 +12,7 @@ from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.waits import pending
+from titan_ckpt.debug.report.facts import LAST_WAITS
 from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, RUNNING, SILENT
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import (
@@ -66,13 +67,7 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     seen: set[int] = set()
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
-        text = (
-            "nobody goes on from here"
-            if incident.failed
-            else "all wait from here"
-            if all(s.kind.is_waiting for s in incident.states.values())
-            else "all others wait from here"
-        )
+        text = "nobody goes on from here" if incident.failed else LAST_WAITS
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
         start = before + (stop - len(text) + 1 if text.endswith("▼") else stop)
         yield row((f"{'':<{start}}{truncate(text, width - start)}", Role.WARN))
@@ -86,9 +81,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
         )
         yield row(name, " ", *_bar(incident, ranks[0], codes, stop), link=link, is_problem=is_culprit)
     yield row()
-    mark = [(f"{_STOP} the last one begins to wait", Role.DIM)] if 0 <= stop < cells else []
     yield row(*(span for code in sorted({DONE, *seen} - {BLANK}, reverse=True) for span in
-                ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")), *mark)  # fmt: skip
+                ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
 
 
 def _bar(incident: Incident, rank: int, codes: Sequence[int], stop: int) -> Iterator[TextSpan]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
+from titan_ckpt.debug.report.facts import LAST_WAITS
 from titan_ckpt.tui.data.grid import (
     ABSENT,
     BLANK,
@@ -295,7 +296,7 @@ def legend_text(grid: Grid, width: int) -> str:
     here = [code for code in reversed(grid.occurring) if code != BLANK]
     if grid.is_time:
         text = "  ".join(f"{BARS[code].char} {BARS[code].label}" for code in here)
-        stop = "  ╎ the last rank begins to wait" if 0 <= grid.stop < grid.codes.shape[1] else ""
+        stop = f"  ╎ {LAST_WAITS}" if 0 <= grid.stop < grid.codes.shape[1] else ""
         return truncate(f"{text}{stop}", width)
     blank = f"  blank: {GLYPHS[BLANK].label}" if BLANK in grid.occurring and not grid.is_p2p else ""
     return truncate("  ".join(f"{GLYPHS[code].char} {GLYPHS[code].label}" for code in here) + blank, width)

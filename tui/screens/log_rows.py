@@ -12,8 +12,8 @@ from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.incident.records import RankLog
 from titan_ckpt.debug.incident.waits import logs_ahead_s
 from titan_ckpt.tui.data.incident import Incident
-from titan_ckpt.tui.data.log_index import LogIndex, LogLine, Positions
-from titan_ckpt.tui.data.log_lines import ERROR, TRACE, WARNING
+from titan_ckpt.tui.data.logs.index import LogIndex, LogLine, Positions
+from titan_ckpt.tui.data.logs.lines import ERROR, TRACE, WARNING
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, row
 
 ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR: Role.BAD, TRACE: Role.PLAIN}

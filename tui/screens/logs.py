@@ -16,8 +16,8 @@ from titan_ckpt.errors import StoreError
 from titan_ckpt.location import local_path, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.incident import first_error
-from titan_ckpt.tui.data.log_filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
-from titan_ckpt.tui.data.log_index import LogIndex
+from titan_ckpt.tui.data.logs.filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
+from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate, wrapped
 from titan_ckpt.tui.screens.log_rows import ROLES, LogRows, last_line
@@ -28,7 +28,6 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 _ABSENT = "Logs are files such as logs/rank_00003.log, plain or compressed (.gz, .zst). `titan-ckpt train` writes them."
-_ENDLESS = re.compile(r"(?<!\\)[+*]\??\)[+*{]")  # `(a+)+`: `re` may try each way to part a line, and cannot be stopped
 _QUARTER_MS, _MINUTE_MS = 900_000, 60_000
 
 
@@ -56,7 +55,7 @@ class LogsPane(Pane):
         self._found: LogView | None = None
         self._is_folded = False
         self._asked: tuple[LogQuery, object, dict[str, int]] | None = None
-        self._is_searching = False
+        self._is_searching, self._failure = False, ""
         self._anchor_ms: int | None = None
 
     def compose_list(self) -> ComposeResult:
@@ -114,6 +113,8 @@ class LogsPane(Pane):
             return LogRows(logs, logs.order, {}, self._cause(logs), self._culprits())
         if self._asked != (query, logs.token, logs.files.told):
             self._run_query(logs, query)
+        if self._failure:
+            return RowList(row((line, Role.BAD)) for line in wrapped(self._failure, width))
         found, before = self._found, self.body.rows
         if found is not None:
             return LogRows(found.index, found.view, found.folds, self._cause(found.index), self._culprits())
@@ -151,11 +152,16 @@ class LogsPane(Pane):
         """Run a query in a thread and show results as they come, until the query changes."""
         key = self._asked = (query, logs.token, logs.files.told)
         former = self._found if self._found is not None and self._found.query == query else None
-        self._found, self._is_searching, app = former, True, self.app
+        self._found, self._is_searching, self._failure, app = former, True, "", self.app
 
         def show(view: LogView | None) -> None:
             if view is not None and self._asked == key:
                 self._found = view
+                self.update_rows(force=True)
+
+        def fail(text: str) -> None:
+            if self._asked == key:
+                self._failure = text
                 self.update_rows(force=True)
 
         def finish(view: LogView | None) -> None:
@@ -172,6 +178,8 @@ class LogsPane(Pane):
                     if former is None and not query.is_folded:
                         app.post_message(tasks.TaskOutput(view, show))
                     last = view
+            except TimeoutError as error:
+                app.post_message(tasks.TaskOutput(str(error), fail))
             except StoreError:
                 if not logs.files.is_closed:
                     raise  # else: a newer index is being searched
@@ -224,11 +232,6 @@ class LogsPane(Pane):
             re.compile(pattern)
         except re.error as error:
             self.post_message(self.ShowStatus(f"{pattern!r} is not a regular expression: {error}"))
-            return
-        if _ENDLESS.search(pattern):
-            self.post_message(
-                self.ShowStatus(f"{pattern!r} may search for ever: it repeats a group that ends with a repetition")
-            )
             return
         self._keep_place()
         super().set_filter(text)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 
 from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Run
+from titan_ckpt.debug.incident.records import Evidence
 from titan_ckpt.debug.report.facts import commands, ended, step_text, stopped
 from titan_ckpt.location import redact
 from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, activities, strip_cells
 from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE
 from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, newest_step, ticking
+from titan_ckpt.tui.pictures.available import data_rows, flag_rows
 from titan_ckpt.tui.pictures.details import link_rows
 from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
@@ -25,7 +26,6 @@ from titan_ckpt.tui.rows import (
     RowLink,
     RowList,
     Rows,
-    TextSpan,
     counted,
     head,
     ranks_named,
@@ -33,7 +33,7 @@ from titan_ckpt.tui.rows import (
     wrapped,
 )
 from titan_ckpt.tui.screens.incidents import IncidentsScreen
-from titan_ckpt.tui.session.session import Loadable, Session
+from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.pane import NO_INCIDENT, Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -98,7 +98,8 @@ class OverviewPane(Pane):
     def state(self) -> tuple[object, ...]:
         s = self.session
         parts = (s.incident, s.checkpoints, s.runs, s.logs, s.metrics)
-        return (s.is_following, *((part.version, part.text) for part in parts))
+        ages = _moments(s.incident.value, s.clock()) if s.incident.value is not None else ""
+        return (s.is_following, ages, *((part.version, part.text) for part in parts))
 
     def title(self) -> str:
         incident = self.session.incident.value
@@ -126,7 +127,7 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         yield from Pane.absent_rows(session.incident, NO_INCIDENT, width)
         yield from _checkpoint_rows(session, width)
         yield row()
-        yield from _data_rows(session, width)
+        yield from data_rows(session, width)
         return
     yield from _several_rows(session, width)
     live = list(live_rows(incident, session.seen_s, width, is_following=session.is_following))
@@ -144,8 +145,8 @@ def overview_rows(session: Session, width: int, *, has_ranks: bool = True) -> It
         yield from _why_rows(incident, width)
         yield from _other_rows(incident, width)
         yield row()
-    yield from _data_rows(session, width)
-    yield from _flag_rows(incident.run, width)
+    yield from data_rows(session, width)
+    yield from flag_rows(incident.run, width)
 
 
 def _several_rows(session: Session, width: int) -> Iterator[Row]:
@@ -205,9 +206,12 @@ def _verdict_rows(incident: Incident, now_s: float, width: int) -> Iterator[Row]
     )
     for line in wrapped(top.headline, width):
         yield row((line, Role.BOLD), link=link, at=at)
+    yield from (row((line, Role.DIM)) for line in wrapped(_moments(incident, now_s), width))
+
+
+def _moments(incident: Incident, now_s: float) -> str:
     last_s = incident.last_sign_ns / 1e9
-    moments = ended(last_s, now_s) if incident.is_over else stopped(incident.stop_s, last_s, now_s)
-    yield from (row((line, Role.DIM)) for line in wrapped(moments, width))
+    return ended(last_s, now_s) if incident.is_over else stopped(incident.stop_s, last_s, now_s)
 
 
 def _line_of(incident: Incident) -> tuple[str, int] | None:
@@ -331,69 +335,3 @@ def _other_rows(incident: Incident, width: int) -> Iterator[Row]:
     for other in incident.verdicts[1:]:
         for line in wrapped(f"  {other.confidence:.0%} {other.verdict}: {other.headline}", width, "      "):
             yield row(line, link=incident.link_of(other))
-
-
-def _data_rows(session: Session, width: int) -> Iterator[Row]:
-    yield head("available data")
-    incident = session.incident.value
-    if incident is not None:
-        yield from _evidence_counts(incident.run)
-    checkpoints, logs, metrics = session.checkpoints, session.logs, session.metrics
-    if checkpoints.value is not None:
-        committed = checkpoints.value.newest()
-        newest = f"; newest committed: step {committed}" if committed is not None else ""
-        text = checkpoints.value.counts(", ")
-        for line in wrapped(f"  checkpoints: {text or 'none'}{newest}", width, "    "):
-            yield row(line, link=RowLink(screen=7))
-    if logs.value is not None:
-        more = " so far" if logs.value.is_head else ""
-        yield row(
-            f"  log lines: {counted(len(logs.value.files.files), 'file')}, {counted(len(logs.value), 'line')}{more}",
-            link=RowLink(screen=5),
-        )
-        for path, problem in logs.value.problems:
-            for i, line in enumerate(wrapped(problem if path in problem else f"{path}: {problem}", width - 6, "  ")):
-                yield row(("    ! " if i == 0 else "      ", Role.BAD), line, is_problem=i == 0, link=RowLink(screen=5))
-    if metrics.value is not None:
-        yield row(f"  metrics: {counted(len(metrics.value.steps), 'step')}", link=RowLink(screen=8))
-    parts: dict[str, Loadable[Any]] = {"checkpoints": checkpoints, "log lines": logs, "metrics": metrics}
-    for name, part in parts.items():
-        if part.value is None and (part.is_loading or part.error):
-            yield row((f"  {name}: {part.text}", Role.DIM))
-    missing = [name for name, part in parts.items() if part.value is None and not (part.is_loading or part.error)]
-    if missing:
-        yield row((f"  not here: {', '.join(missing)}", Role.DIM))
-
-
-def _evidence_counts(run: Run) -> Iterator[Row]:
-    world = run.world_size
-    kinds = {
-        "dumps": [r for r, record in run.ranks.items() if record.dumps],
-        "stacks": [r for r, record in run.ranks.items() if record.stacks],
-        "logs": [r for r, record in run.ranks.items() if record.log],
-        "heartbeats": [r for r, record in run.ranks.items() if record.heartbeat],
-        "exit codes": [r for r, record in run.ranks.items() if record.exit],
-    }
-    for name, ranks in kinds.items():
-        missing = sorted(set(run.ranks) - set(ranks))
-        parts: list[TextSpan] = [
-            (f"  {name}: {len(ranks):,} of {counted(world, 'rank')}", Role.PLAIN if ranks else Role.DIM)
-        ]
-        if ranks and missing:
-            parts.append((f"  missing: {ranks_named(missing, 6)}", Role.WARN))
-        yield row(*parts)
-
-
-def _flag_rows(run: Run, width: int) -> Iterator[Row]:
-    if run.flags:
-        yield head("limits of the evidence")
-    for flag in run.flags:
-        ranks = f" ({ranks_named(flag.ranks, 6)})" if flag.ranks else ""
-        source = f" [{flag.source}]" if flag.source else ""
-        is_damage = flag.flag in ("DUMP_CORRUPT", "DUMP_MISSING")
-        for i, line in enumerate(wrapped(f"{flag.flag}: {flag.text}{ranks}{source}", width - 4, "  ")):
-            yield row(
-                ("  ! " if i == 0 else "    ", Role.BAD if flag.flag == "DUMP_CORRUPT" else Role.WARN),
-                line,
-                is_problem=is_damage and i == 0,
-            )

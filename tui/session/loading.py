@@ -14,9 +14,9 @@ from titan_ckpt.location import absence, redact, scheme
 from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.content import Content, find_content
 from titan_ckpt.tui.data.incident import NO_FAULT, Incident, load_incident
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_growth import grow
-from titan_ckpt.tui.data.log_index import HEAD_BYTES, LogIndex, load_logs
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.growth import grow
+from titan_ckpt.tui.data.logs.index import HEAD_BYTES, LogIndex, load_logs
 from titan_ckpt.tui.data.metrics import load_metrics
 from titan_ckpt.tui.data.run_folders import load_runs
 from titan_ckpt.tui.data.runs import find_damage, load_others, load_steps
@@ -121,6 +121,8 @@ class SessionLoader:
             self._load_logs(content)
         if content.has_evidence and (content.evidence != before.evidence or self._may_go_on()):
             self._load_incident(content)
+        elif s.incident.value is not None:
+            s.looked_s = s.clock()  # and nothing has changed
         if content.has_checkpoints:
             self._load_steps(content)
         if content.has_runs:

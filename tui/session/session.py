@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from titan_ckpt.tui.data.content import Content
 from titan_ckpt.tui.data.incident import Incident, log_ranks
-from titan_ckpt.tui.data.log_index import LogIndex
+from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
 from titan_ckpt.tui.data.run_folders import Runs
 from titan_ckpt.tui.data.runs import CopyKey, RunSteps

@@ -21,8 +21,9 @@ from titan_ckpt.debug.report import trace
 from titan_ckpt.debug.report.facts import stack_of
 from titan_ckpt.debug.report.html_page import report_html
 from titan_ckpt.debug.report.markdown import report_markdown
+from titan_ckpt.debug.report.text import report_text
 from titan_ckpt.errors import AlreadyExistsError, UsageError
-from tools.paths import DATA
+from tools.paths import DATA, INCIDENTS
 
 INJECTED = DATA / "injected"
 NOW_S = 1.8e9
@@ -116,7 +117,7 @@ def test_the_page_of_1024_ranks_is_below_two_megabytes(tmp_path: Path) -> None:
 
 
 def events_of(run: Run) -> list[dict[str, Any]]:
-    found = json.loads("".join(trace.trace_parts(run, mark="ours")))
+    found = json.loads("".join(trace.trace_parts(run, diagnose(run)[0], mark="ours")))
     assert found["otherData"]["written_by"] == "ours"
     events: list[dict[str, Any]] = found["traceEvents"]
     return events
@@ -140,6 +141,21 @@ def test_the_trace_has_every_operation_once_and_in_tracks(case: str) -> None:
     named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
     assert named == set(tracks)
     assert {event["pid"] for event in events if event["name"] == "process_name"} == {pid for pid, _ in tracks}
+
+
+def test_reports_of_a_slow_job_say_nothing_of_a_hang() -> None:
+    run = open_run(str(INCIDENTS / "straggler"))
+    verdicts = diagnose(run)
+    text, page = report_text(run, verdicts, NOW_S), report_html(run, verdicts, situations(run), NOW_S)
+    for report in (text, page):
+        assert "ended well 2026-11-21 02:15:43 UTC" in report
+        assert "waited for" in report
+        for word in ("last sign of life", "waits for", "wait for rank", "did not end", "begins to wait"):
+            assert word not in report, word
+    still_open = [event for event in events_of(run) if event.get("cat") == "open"]
+    assert [event["pid"] for event in still_open] == [0, 2, 3]
+    assert {event["name"] for event in still_open} == {"all_reduce #19 (open when it was recorded)"}
+    assert not any("cname" in event for event in still_open)
 
 
 def test_a_trace_that_would_be_too_large_says_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ from tests.tui.test_keys import fill
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_growth import grow
-from titan_ckpt.tui.data.log_index import load_logs
-from titan_ckpt.tui.data.log_lines import ERROR, INFO, TRACE, scan
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.growth import grow
+from titan_ckpt.tui.data.logs.index import load_logs
+from titan_ckpt.tui.data.logs.lines import ERROR, INFO, TRACE, scan
 from titan_ckpt.tui.screenshot import settled
 
 HEAD, FRAMES, LAST = (

@@ -9,9 +9,9 @@ import numpy as np
 
 from titan_ckpt.tui.data.arrays import Ints, LineMask
 from titan_ckpt.tui.data.content import LogFile
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_index import NOTHING, Growth, LogIndex, Positions, index_file, starts_line
-from titan_ckpt.tui.data.log_lines import TRACE, UNKNOWN_TIME, Lines, filled, with_year, year_of
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.index import NOTHING, Growth, LogIndex, Positions, index_file, starts_line
+from titan_ckpt.tui.data.logs.lines import TRACE, UNKNOWN_TIME, Lines, filled, with_year, year_of
 
 
 def grown_files(before: tuple[LogFile, ...], now: tuple[LogFile, ...]) -> tuple[LogFile, ...] | None:

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from titan_ckpt.tui.data.log_growth import fresh_mask, merged, moved
-from titan_ckpt.tui.data.log_index import LogFilter, LogIndex, Positions, cheap_mask, lines_by_time, search
-from titan_ckpt.tui.data.log_lines import DAY_MS, LEVELS
+from titan_ckpt.tui.data.logs.growth import fresh_mask, merged, moved
+from titan_ckpt.tui.data.logs.index import LogFilter, LogIndex, Positions, cheap_mask, lines_by_time, search
+from titan_ckpt.tui.data.logs.lines import DAY_MS, LEVELS
 from titan_ckpt.tui.rows import parse_ranks
 
 FOLD_MS, FOLD_LINES = 2_000, 100_000

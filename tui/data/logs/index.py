@@ -17,8 +17,9 @@ import numpy.typing as npt
 from titan_ckpt.errors import TitanError
 from titan_ckpt.location import redact_text
 from titan_ckpt.tui.data.arrays import ByteArray, Ints, LineMask
-from titan_ckpt.tui.data.log_files import LogFiles
-from titan_ckpt.tui.data.log_lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
+from titan_ckpt.tui.data.logs.files import LogFiles
+from titan_ckpt.tui.data.logs.lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
+from titan_ckpt.tui.data.logs.matcher import LIMIT_S, Matcher
 from titan_ckpt.tui.rows import shown
 
 BLOCK_BYTES = 8 << 20
@@ -253,22 +254,25 @@ def cheap_mask(index: LogIndex, wanted: LogFilter) -> LineMask:
 
 
 def search(index: LogIndex, pattern: str, mask: LineMask) -> Iterator[tuple[float, LineMask]]:
-    """Search files for a pattern; yields (share searched, matches within `mask` so far) as it goes."""
-    compiled = re.compile(pattern.encode(), re.IGNORECASE | re.MULTILINE)
+    """Search files for a pattern; yields (share searched, matches within `mask` so far) as it goes.
+
+    TimeoutError for a pattern that would not end.
+    """
     found = np.zeros(len(index), np.bool_)
     read_bytes, total_bytes, reported = 0, sum(file.size_bytes for file in index.files.files) or 1, 0
-    for i in range(len(index.files.files)):
-        here = slice(int(index.base[i]), int(index.base[i + 1]))
-        if mask[here].any():
-            found[here] = _search_file(index, i, mask[here], compiled)
-        read_bytes += index.files.files[i].size_bytes
-        if read_bytes - reported >= 4 * BLOCK_BYTES:
-            reported = read_bytes
-            yield min(read_bytes / total_bytes, 1.0), found.copy()
+    with Matcher(pattern, LIMIT_S) as matcher:
+        for i in range(len(index.files.files)):
+            here = slice(int(index.base[i]), int(index.base[i + 1]))
+            if mask[here].any():
+                found[here] = _search_file(index, i, mask[here], matcher)
+            read_bytes += index.files.files[i].size_bytes
+            if read_bytes - reported >= 4 * BLOCK_BYTES:
+                reported = read_bytes
+                yield min(read_bytes / total_bytes, 1.0), found.copy()
     yield 1.0, found
 
 
-def _search_file(index: LogIndex, file: int, mask: LineMask, compiled: re.Pattern[bytes]) -> LineMask:
+def _search_file(index: LogIndex, file: int, mask: LineMask, matcher: Matcher) -> LineMask:
     """Matching lines of a file, reading from its first to its last line in `mask`."""
     starts = index.start[int(index.base[file]) : int(index.base[file + 1])]
     found, wanted = np.zeros(len(starts), np.bool_), np.flatnonzero(mask)
@@ -281,7 +285,7 @@ def _search_file(index: LogIndex, file: int, mask: LineMask, compiled: re.Patter
         cut = data.rfind(b"\n") + 1
         if cut and at + len(data) < end:
             data = data[:cut]
-        places = np.array([at + match.start() for match in compiled.finditer(data)], np.int64)
+        places = np.asarray(matcher.starts(data)) + at
         if len(places):
             found[np.searchsorted(starts, places, side="right") - 1] = True
         at += len(data)
