@@ -241,7 +241,8 @@ class TitanApp(App[None]):
         self._num_ticks, incident = self._num_ticks + 1, self.session.incident.value
         if self._num_ticks % 2 == 0 or (incident is not None and incident.awaits_confirmation):
             self._follow()
-            self.pane.update_rows()  # ages
+            for pane in [pane for pane in self.query(Pane) if pane.display]:  # none while another session is opened
+                pane.update_rows()  # ages
 
     def _follow(self) -> None:
         """Look again while following, and where one look has to be confirmed; else judge a job anew that may go on."""

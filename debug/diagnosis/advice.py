@@ -29,7 +29,7 @@ _ADVICE: Mapping[tuple[VerdictKind, Subtype], tuple[str, ...]] = {
         "if no recorder ran: turn it on, so that the next death leaves a black box",
     ),
     (VerdictKind.RANK_FROZEN, Subtype.NONE): (
-        "look at /proc/PID/stat and `dmesg` on its host: stopped (T), in disk sleep (D), or the host lost",
+        "look at /proc/PID/stat and `dmesg` on its host: stopped (T: `kill -CONT PID`), in disk sleep (D), or the host lost",
         "take the host out and restart from the newest checkpoint",
     ),
     (VerdictKind.STUCK_ON_CPU, Subtype.DATALOADER): (

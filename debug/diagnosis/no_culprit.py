@@ -137,7 +137,8 @@ def _leaving(run: Run) -> Iterator[Evidence]:
     """Whose process has not come to its end after its recorder stopped in order."""
     found = leaving(run)
     if found:
-        text = "its recorder stopped in order, and no exit status followed: the process may hang in an exit handler"
+        rest = "its process is gone" if found[0].is_gone else "the process may hang in an exit handler"
+        text = f"its recorder stopped in order, and no exit status followed: {rest}"
         others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         yield Evidence(
             text=f"{text}{others}", rank=found[0].rank, source=found[0].heartbeat.source if found[0].heartbeat else ""

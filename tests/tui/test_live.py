@@ -80,7 +80,7 @@ async def test_the_bar_of_a_live_job_says_when_it_was_looked_at(
     app = TitanApp(find_content(str(DATA / "run")), clock=lambda: now[0])
     async with app.run_test(size=(100, 30)) as pilot:
         await settled(app, pilot)
-        for later_s, age in ((0, "looked 0 s ago"), (20, "looked 20 s ago"), (70, "looked 1 min 30 s ago")):
+        for later_s, age in ((0, "looked 0 s ago"), (20, "looked 20 s ago"), (70, "looked 1 min ago")):
             now[0] += later_s
             app._paint_bars()
             await settled(app, pilot)

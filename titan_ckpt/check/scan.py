@@ -55,6 +55,11 @@ class Problem:
         return {"path": self.path, "fqn": self.fqn, "start": self.start, "end": self.end, "message": self.message}
 
 
+def reason(store: Store, path: str, error: Exception) -> str:
+    """The text of an error about a file without the place, which a Problem names."""
+    return str(error).replace(f"{store.where(path)}: ", "", 1)
+
+
 @dataclass(slots=True)
 class _Span:
     """Byte range `[start, end)` of a file with a digest of its own."""
@@ -126,7 +131,7 @@ def _size_problem(store: Store, part: Recorded) -> Problem | None:
     try:
         size_bytes = store.stat(part.path).size_bytes
     except StoreError as error:
-        return Problem(path=part.path, message=f"cannot be read: {error}")
+        return Problem(path=part.path, message=f"cannot be read: {reason(store, part.path, error)}")
     if size_bytes != part.size_bytes:
         return Problem(path=part.path, message=f"has {size_bytes} bytes, expected {part.size_bytes}")
     return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.arguments import check_callable, check_flag
-from titan_ckpt.check.scan import Problem, scan_files, scan_recorded
+from titan_ckpt.check.scan import Problem, reason, scan_files, scan_recorded
 from titan_ckpt.checkpoint.checkpoint import Checkpoint
 from titan_ckpt.checkpoint.foreign_files import Recorded
 from titan_ckpt.checkpoint.kinds import CheckpointKind, CheckpointState
@@ -127,7 +127,8 @@ class _Verification:
         except NotCommittedError:
             raise
         except CheckpointError as error:
-            return Report(problems=[Problem(path=commit_path(self._step), message=str(error))])
+            path = commit_path(self._step)
+            return Report(problems=[Problem(path=path, message=reason(self._store, path, error))])
         manifest = self._manifest(commit)
         self._check_metadata(commit)
         if manifest is None:
@@ -161,7 +162,7 @@ class _Verification:
                 data, where=self._store.where(path), num_digests=lambda: stored_digests(self._store, path)
             )
         except CheckpointError as error:
-            self._add(path, str(error))
+            self._add(path, reason(self._store, path, error))
             return None
 
     def _read(self, path: str, why: str) -> bytes | None:
@@ -170,7 +171,7 @@ class _Verification:
         except NotFoundError:
             self._add(path, f"is missing, {why}")
         except (StoreError, CheckpointError) as error:
-            self._add(path, f"cannot be read: {error}")
+            self._add(path, f"cannot be read: {reason(self._store, path, error)}")
         return None
 
     def _check_metadata(self, commit: Commit) -> None:
@@ -195,7 +196,8 @@ class _Verification:
             try:
                 checkpoint.asset(name)
             except (CheckpointError, StoreError) as error:
-                self._add(f"{self._folder}/{checkpoint.manifest.attempt}/{ASSETS}/{name}", str(error))
+                path = f"{self._folder}/{checkpoint.manifest.attempt}/{ASSETS}/{name}"
+                self._add(path, reason(self._store, path, error))
 
     def _check_sizes(self, checkpoint: Checkpoint) -> None:
         paths = {checkpoint.path(file.path): file for file in checkpoint.manifest.files}
@@ -211,7 +213,8 @@ class _Verification:
         try:
             return checkpoint.digests
         except (CheckpointError, StoreError) as error:
-            self._add(f"{self._folder}/{checkpoint.manifest.attempt}/{DIGESTS}", str(error))
+            path = f"{self._folder}/{checkpoint.manifest.attempt}/{DIGESTS}"
+            self._add(path, reason(self._store, path, error))
             return None
 
 

@@ -18,12 +18,10 @@ from titan_ckpt.location import absence, local_path, normalise, parse_location, 
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.run_folders import DEPTH, METRICS_PATHS, holds_runs
+from titan_ckpt.tui.data.run_folders import DEPTH, EVIDENCE_ENDINGS, LOG_ENDINGS, METRICS_PATHS, holds_runs
 from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT
 
-LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
 _SIDECAR = ".sidecar.json"
-_EVIDENCE = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,17 +161,17 @@ def _is_log(path: str) -> bool:
 
 
 def _is_evidence(source: EvidenceFile) -> bool:
-    return (source.suffix in _EVIDENCE and (source.rank is not None or _is_log(source.path) or source.suffix == ".json")) or (
-        source.rank is not None and source.suffix == ""
-    )  # fmt: skip
+    is_of_rank = source.rank is not None
+    if source.suffix in EVIDENCE_ENDINGS:
+        return is_of_rank or _is_log(source.path) or source.suffix == ".json"
+    return is_of_rank and source.suffix == ""
 
 
 def _logs(found: Iterable[EvidenceFile]) -> tuple[LogFile, ...]:
-    return tuple(
-        LogFile(path=source.path, rank=source.rank, size_bytes=source.size_bytes)
-        for source in found
-        if _is_log(source.path)
-    )
+    """The logs by rank, for lines of one moment are shown in this order; those of no rank come first."""
+    logs = (source for source in found if _is_log(source.path))
+    ordered = sorted(logs, key=lambda source: (-1 if source.rank is None else source.rank, source.path))
+    return tuple(LogFile(path=each.path, rank=each.rank, size_bytes=each.size_bytes) for each in ordered)
 
 
 def _nothing_here(store: Store, folders: list[str]) -> StoreError:

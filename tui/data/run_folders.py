@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo
+from titan_ckpt.debug.read.discovery import evidence_file
 from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.format.commit import read_commit
 from titan_ckpt.format.names import LOGS, parse_foreign_step
@@ -18,11 +19,15 @@ from titan_ckpt.parsing.json_values import parse_json_line
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
 from titan_ckpt.tui.data.runs import AT_ONCE, CONFIG_PATH, NO_RESUME
+from titan_ckpt.tui.rows import counted
 from titan_ckpt.upkeep.deletion import check_whole
 
+LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
+EVIDENCE_ENDINGS = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
 METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 DEPTH = 3  # of folders below one of runs: an experiment in a project of a team
 _LOOKED_AT, _MOST_FOLDERS = 32, 256
+_MOST_FILES = 64  # of a folder that is no run, in which evidence is looked for
 _TAIL_BYTES = 32 << 10
 RUNNING_S = 300.0
 
@@ -45,7 +50,7 @@ def is_silent(last: LastRecord, now_s: float) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """A run in a folder of runs: its newest whole checkpoint, what is damaged, its last record, and what is known of a job that
-    is gone without an end of its own."""
+    is gone without an end of its own. `is_incident`: a folder with evidence of ranks alone."""
 
     name: str
     url: str
@@ -53,6 +58,7 @@ class RunSummary:
     problem: str = ""
     last: LastRecord = LastRecord()
     verdict: str = ""
+    is_incident: bool = False
 
     @property
     def key(self) -> str:
@@ -67,6 +73,13 @@ class Runs:
     found: tuple[RunSummary, ...]
     unseen: tuple[str, ...] = ()
 
+    @property
+    def counts(self) -> str:
+        """`3 runs`, and how many incidents are beside them."""
+        incidents = sum(run.is_incident for run in self.found)
+        runs = counted(len(self.found) - incidents, "run")
+        return f"{runs} · {counted(incidents, 'incident')}" if incidents else runs
+
     def with_verdicts(self, judged: Mapping[str, str]) -> Runs:
         """The same runs with the verdicts on their jobs, by `RunSummary.key`."""
         return replace(self, found=tuple(replace(run, verdict=judged.get(run.key, "")) for run in self.found))
@@ -74,10 +87,11 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Folder:
-    """A folder below one of runs: whether it is a run, the folders in it, the error if it could not be listed."""
+    """A folder below one of runs: whether it is a run or holds evidence; the folders in it; why it was not listed."""
 
     name: str
     is_run: bool = False
+    is_incident: bool = False
     below: tuple[str, ...] = ()
     problem: str = ""
 
@@ -88,10 +102,11 @@ def holds_runs(store: Store, folders: Sequence[str], depth: int = 1) -> bool:
 
 
 def load_runs(store: Store) -> Runs:
-    """Summaries of the runs in `store`, also of those in folders of folders; the one with the newest checkpoint first."""
+    """Summaries of the runs in `store` and of incidents beside them, also in folders of folders; the newest checkpoint first."""
     folders = [folder for level in _levels(store, store.folders(), _MOST_FOLDERS, DEPTH) for folder in level]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="tui-runs") as pool:
-        found = [*pool.map(lambda folder: _summary(store, folder), (f for f in folders if f.is_run or f.problem))]
+        of_interest = (folder for folder in folders if folder.is_run or folder.is_incident or folder.problem)
+        found = [*pool.map(lambda folder: _summary(store, folder), of_interest)]
     found.sort(key=lambda run: run.name)
     found.sort(key=lambda run: run.newest.commit.created if run.newest and run.newest.commit else "", reverse=True)
     below = (f"{folder.name}/{name}" for folder in folders if not folder.is_run for name in folder.below)
@@ -113,15 +128,25 @@ def _look(store: Store, name: str) -> _Folder:
         below = tuple(store.folders(name))
         has_steps = any(parse_foreign_step(folder) is not None for folder in below)
         is_run = has_steps or (LOGS in below and store.exists(f"{name}/{CONFIG_PATH}"))
+        is_incident = not is_run and not below and _has_evidence(store, name)
     except (TitanError, OSError) as error:
         return _Folder(name=name, problem=str(error))
-    return _Folder(name=name, is_run=is_run, below=below)
+    return _Folder(name=name, is_run=is_run, is_incident=is_incident, below=below)
+
+
+def _has_evidence(store: Store, name: str) -> bool:
+    """Whether a dump, a stack or a log of a rank is among the first files of a folder."""
+    entries = itertools.islice(store.list(name), _MOST_FILES)
+    files = (evidence_file(entry.path, entry.size_bytes, entry.modified_s) for entry in entries)
+    return any(file.rank is not None and file.suffix in EVIDENCE_ENDINGS for file in files)
 
 
 def _summary(store: Store, folder: _Folder) -> RunSummary:
     url = join(store.url, folder.name) + "/" * ("@" in folder.name)  # else it would be a run and its step
     if folder.problem:
         return RunSummary(name=folder.name, url=url, problem=folder.problem)
+    if folder.is_incident:
+        return RunSummary(name=folder.name, url=url, is_incident=True)
     try:
         run = open_store(url)
         steps = sorted((step for name in folder.below if (step := parse_foreign_step(name)) is not None), reverse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from titan_ckpt.debug.incident.kinds import DumpKind
 from titan_ckpt.debug.incident.records import Run
 from titan_ckpt.tui.rows import Role, Row, RowLink, TextSpan, counted, head, ranks_named, row, wrapped
 from titan_ckpt.tui.session.session import Loadable, Session
@@ -45,8 +46,13 @@ def data_rows(session: Session, width: int) -> Iterator[Row]:
 
 def _evidence_counts(run: Run) -> Iterator[Row]:
     world = run.world_size
+    dumps, boxes = (
+        [r for r, record in run.ranks.items() if any(dump.kind == kind for dump in record.dumps)]
+        for kind in (DumpKind.FLIGHT_RECORDER, DumpKind.BLACK_BOX)
+    )
     kinds = {
-        "dumps": [r for r, record in run.ranks.items() if record.dumps],
+        **({"dumps": dumps} if dumps or not boxes else {}),
+        **({"black boxes": boxes} if boxes else {}),
         "stacks": [r for r, record in run.ranks.items() if record.stacks],
         "logs": [r for r, record in run.ranks.items() if record.log],
         "heartbeats": [r for r, record in run.ranks.items() if record.heartbeat],

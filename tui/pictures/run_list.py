@@ -71,12 +71,12 @@ def _run_cell(column: str, size: int, text: str) -> str:
 
 def _run_cells(run: RunSummary, now_s: float) -> dict[str, TextSpan]:
     commit, last = run.newest.commit if run.newest is not None else None, run.last
-    word, role = run_state(last, now_s, run.verdict)
+    word, role = ("incident", Role.WARN) if run.is_incident else run_state(last, now_s, run.verdict)
     return {
         "state": (word, role),
         "step": (_number(last.step), Role.PLAIN),
         "loss": (_number(last.loss), Role.PLAIN),
-        "whole": (str(commit.step), Role.PLAIN) if commit else ("none", Role.WARN),
+        "whole": (str(commit.step), Role.PLAIN) if commit else ("" if run.is_incident else "none", Role.WARN),
         "size": (format_size(commit.size_bytes) if commit else "", Role.PLAIN),
         "age": (since(time_of(commit.created) if commit else last.time_s, now_s), Role.PLAIN),
         "mesh": (str(commit.mesh or "1") if commit else "", Role.PLAIN),

@@ -180,6 +180,10 @@ def _change(difference: Difference) -> str:
     return f"{difference.num_different or 0:,} elements, at most {difference.max_abs:.3g} apart"
 
 
+def _fact_rows(name: str, text: str, width: int) -> Iterator[Row]:
+    return (row(line) for line in wrapped(f"  {name:<10}{text}", width, " " * 12))
+
+
 def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]:
     """Plan of `titan-ckpt reshard`, from the index alone."""
     plan = plan_reshard(checkpoint, MeshSpec.parse(mesh))
@@ -188,15 +192,14 @@ def reshard_rows(checkpoint: Checkpoint, mesh: str, width: int) -> Iterator[Row]
     cuts = ", ".join(f"{count:,} as {origin}" for origin, count in facts.placements.items() if count)
     yield head(f"step {checkpoint.step}: mesh {facts.source_mesh or 'not recorded'} -> {facts.mesh}")
     reads = f"{counted(facts.read_requests, 'request')}; the source has {counted(facts.num_source_files, 'file')}"
-    yield row(f"  read      {format_size(facts.read_bytes)} in {reads}")
     writes = f"{counted(facts.num_files, 'file')} of {smallest} to {largest}"
-    yield row(f"  write     {format_size(facts.written_bytes)} in {writes}")
-    yield row(f"  tensors   {facts.num_tensors:,}, cut {cuts or 'nowhere'}")
-    yield row(
-        f"  memory    at most {format_size(facts.peak_memory_bytes)} of buffers, in {counted(facts.num_groups, 'wave')}"
-    )
+    memory = f"at most {format_size(facts.peak_memory_bytes)} of buffers, in {counted(facts.num_groups, 'wave')}"
+    yield from _fact_rows("read", f"{format_size(facts.read_bytes)} in {reads}", width)
+    yield from _fact_rows("write", f"{format_size(facts.written_bytes)} in {writes}", width)
+    yield from _fact_rows("tensors", f"{facts.num_tensors:,}, cut {cuts or 'nowhere'}", width)
+    yield from _fact_rows("memory", memory, width)
     for read in facts.largest_reads[:3]:
-        yield row((f"  largest   {format_size(read.length)} at {read.start:,} of {read.object}", Role.DIM))
+        yield from _fact_rows("largest", f"{format_size(read.length)} at {read.start:,} of {read.object}", width)
     if facts.guessed:
         yield row(
             ("  ! ", Role.WARN), f"cut not recorded, taken from the table of known models: {', '.join(facts.guessed)}"

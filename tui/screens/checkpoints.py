@@ -145,7 +145,7 @@ class CheckpointsPane(Pane):
             return f"step {self._opened.step} · mesh {manifest.mesh or 'unknown'} · {facts}"
         if self.session.content.has_runs:
             runs = self.session.runs.value
-            return f"{where} · {counted(len(runs.found), 'run') if runs is not None else self.session.runs.text}"
+            return f"{where} · {runs.counts if runs is not None else self.session.runs.text}"
         if found is None:
             return "checkpoints"
         ahead, safe = found.newest(TierName.FAST), found.newest(TierName.MIRROR)

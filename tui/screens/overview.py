@@ -160,7 +160,7 @@ def _several_rows(session: Session, width: int) -> Iterator[Row]:
 
 def _runs_rows(session: Session) -> Iterator[Row]:
     runs = session.runs
-    count = counted(len(runs.value.found), "run") if runs.value is not None else runs.text
+    count = runs.value.counts if runs.value is not None else runs.text
     yield row(f"a folder of runs: {count}. Press enter to list them (screen 7).", link=RowLink(screen=7))
 
 

@@ -60,7 +60,7 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
     ):
         text = f"{reason.text}; as many ranks ended as wait, so either may be wrong"
         reason = replace(reason, confidence=Basis.ENDED_AS_MANY.confidence, text=text)
-    culprits = _culprits(run, root, reason.verdict)
+    culprits = () if _meets_all(state) else _culprits(run, root, reason.verdict)
     is_dead = state.kind == RankState.DEAD and state.frame is not None
     return Verdict(
         verdict=reason.verdict,
@@ -80,6 +80,11 @@ def verdict_of(run: Run, root: int, edges: Sequence[Edge], states: Mapping[int, 
         file=state.frame.file if is_dead and state.frame else "",
         line=state.frame.line if is_dead and state.frame else 0,
     )
+
+
+def _meets_all(state: Situation) -> bool:
+    """Whether a rank waits in init_process_group, which every rank calls: to be still there is no wrong turn."""
+    return state.kind == RankState.IN_INIT and state.call == "init_process_group"
 
 
 def _culprits(run: Run, root: int, verdict: VerdictKind) -> tuple[int, ...]:
@@ -111,13 +116,12 @@ def _reason(run: Run, state: Situation, edge: Edge | None) -> _Reason:
         text = f"is shutting down{where} while the others expect another operation of it"
         return _Reason(verdict=VerdictKind.TEARDOWN_STUCK, confidence=Basis.STACK_IN_TEARDOWN.confidence, text=text)
     if state.kind == RankState.IN_INIT:
-        text = f"waits for a process group to be made{where}"
+        is_late = _meets_all(state)
         return _Reason(
-            verdict=VerdictKind.PG_INIT_HANG,
-            subtype=Subtype.NEW_GROUP,
-            confidence=Basis.STACK_IN_INIT.confidence,
-            text=text,
-        )
+            verdict=VerdictKind.PG_INIT_HANG, subtype=Subtype.NONE if is_late else Subtype.NEW_GROUP,
+            confidence=(Basis.INIT_ALL if is_late else Basis.STACK_IN_INIT).confidence,
+            text=f"waits {'in init_process_group' if is_late else 'for a process group to be made'}{where}",
+        )  # fmt: skip
     if state.kind == RankState.IN_P2P:
         text = f"waits in {state.call}{where} for a peer that does not come"
         return _Reason(verdict=VerdictKind.P2P_MISSING_PEER, confidence=Basis.STACK_IN_P2P.confidence, text=text)

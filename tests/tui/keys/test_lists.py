@@ -93,3 +93,23 @@ async def test_an_archive_is_shown_by_its_own_path(tmp_path: Path) -> None:
             app._loader.reload()
             await settled(app, pilot)
             assert app.pane.title().startswith(f"{tmp_path}/skip.tgz · ")
+
+
+async def test_an_incident_beside_runs_is_listed_judged_and_opened(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "run", tmp_path / "run")
+    shutil.copytree(INCIDENTS / "skip", tmp_path / "night")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.txt").write_text("nothing of a job\n")
+    app = TitanApp(find_content(str(tmp_path)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await settled(app, pilot)
+        shown = screen_text(app)
+        assert "1 run · 1 incident" in shown
+        assert "night  incident" in shown
+        assert "SKIPPED_COLLECTIVE" in shown
+        assert "notes" not in shown
+        rows = app.pane.body.rows
+        place = next(i for i in range(len(rows)) if rows.row(i, 90).text.startswith("night"))
+        app.pane.body.move_to(place)
+        await press(app, pilot, "enter")
+        assert "SKIPPED_COLLECTIVE · rank" in screen_text(app)
