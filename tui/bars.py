@@ -45,7 +45,7 @@ class TabBar(OneLine):
         tabs, start, stop = Text(text, no_wrap=True), text.index("["), text.index("]") + 1
         looks = looks_of(self.app.current_theme)
         roles = looks.roles
-        for tab in re.finditer(r"(\d)(?: \w+)?", text):
+        for tab in re.finditer(r"(\d)(?: [A-Z]\w*)?", text):
             is_empty = int(tab[1]) in empty
             tabs.stylize(roles[Role.DIM if is_empty else Role.GOOD], *tab.span(0 if is_empty else 1))
         tabs.stylize(looks.tab, start, stop)

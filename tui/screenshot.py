@@ -42,8 +42,9 @@ async def _take(app: TitanApp, size: tuple[int, int], steps: Sequence[Sequence[s
             for key in keys:
                 await pilot.press(key)
                 await settled(app, pilot)
-            # The template links fonts on a public server; the file must look the same offline.
-            found.append(_FONT_FACES.sub("", _export(app, size)))
+            # The template links fonts on a public server; the file must look the same offline. librsvg drops blanks else.
+            svg = _FONT_FACES.sub("", _export(app, size))
+            found.append(svg.replace("<svg ", '<svg xml:space="preserve" ', 1))
     return found
 
 

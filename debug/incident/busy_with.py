@@ -146,4 +146,8 @@ def last_words(record: RankRecord) -> tuple[Evidence, ...]:
     lines = _own_lines(record)
     if not lines or record.log is None:
         return ()
-    return (Evidence(text=f"last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source),)
+    return (
+        Evidence(
+            text=f"the program's last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source
+        ),
+    )

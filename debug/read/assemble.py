@@ -302,7 +302,7 @@ def _flags(evidence: RunEvidence, run: Run) -> Iterator[Flag]:
     with_dump = {rank for rank, record in run.ranks.items() if record.dumps}
     if with_dump and len(with_dump) < len(run.ranks):
         missing = tuple(rank for rank in run.ranks if rank not in with_dump)
-        yield Flag(flag=FlagKind.DUMP_MISSING, ranks=missing, text="no dump and no black box of these ranks")
+        yield Flag(flag=FlagKind.DUMP_MISSING, ranks=missing, text="no dump and no black box")
     versions = {
         dump.version for record in run.ranks.values() for dump in record.dumps if dump.kind == DumpKind.FLIGHT_RECORDER
     }

@@ -97,9 +97,10 @@ def _went_on(top: Verdict) -> bool:
 
 
 def who_waits(run: Run, top: Verdict) -> tuple[str, str]:
-    """`who waits for whom`, and the verb of one rank alone: in the past where the ranks that waited have ended or went on."""
-    is_past = _went_on(top) or all(process_ended(run, waiter, top) for waiter, _ in top.chain)
-    return ("who waited for whom", "waited") if is_past else ("who waits for whom", "waits")
+    """`who waits`, and the verb of one rank alone: in the past where the ranks that waited have ended or went on."""
+    waiters = {waiter for waiter, _ in top.chain} or set(run.ranks)
+    is_past = _went_on(top) or all(process_ended(run, rank, top) for rank in waiters)
+    return ("who waited", "waited") if is_past else ("who waits", "waits")
 
 
 def waiting(run: Run, top: Verdict) -> Iterator[str]:

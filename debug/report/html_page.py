@@ -89,11 +89,12 @@ def _head(run: Run, top: Verdict, now_s: float) -> Iterator[str]:
 
 def _why(run: Run, verdicts: Sequence[Verdict]) -> Iterator[str]:
     top = verdicts[0]
+    who = who_waits(run, top)[0].capitalize()
     yield from _section("Why", _list(fact(item) for item in top.evidence))
-    yield from _section(who_waits(run, top)[0].capitalize(), _list(_chain(run, top)))
+    yield from _section(f"{who} for whom", _list(_chain(run, top)))
     if top.is_healthy:
         return
-    yield from _section("Who waits in what", _list(waiting(run, top)))
+    yield from _section(f"{who} in what", _list(waiting(run, top)))
     steps = [*_list(top.next_steps, tag="ol"), *(f"<pre>{_text(line)}</pre>" for line in commands(run, top))]
     more = f'<p class="dim">More about {_text(top.verdict)}: {_text(page_of(top))}</p>'
     yield from _section("What to do", [*steps, more])

@@ -9,7 +9,17 @@ from titan_ckpt.console.escapes import escape_line
 from titan_ckpt.debug.incident.contradictions import num_ranks
 from titan_ckpt.debug.incident.frames import program_frames
 from titan_ckpt.debug.incident.records import Run, Verdict
-from titan_ckpt.debug.report.facts import commands, fact, lasting, page_of, stack_of, step_text, waiting, where
+from titan_ckpt.debug.report.facts import (
+    commands,
+    fact,
+    lasting,
+    page_of,
+    stack_of,
+    step_text,
+    waiting,
+    where,
+    who_waits,
+)
 
 MOST_STACKS, MOST_FRAMES = 4, 40
 # What Markdown obeys; an underscore inside a word is plain. `#7` and `@name` would become links of the issue tracker.
@@ -28,7 +38,7 @@ def report_markdown(run: Run, verdicts: Sequence[Verdict], now_s: float) -> str:
     ]
     lines += _section("Why", [fact(item) for item in top.evidence])
     if not top.is_healthy:
-        lines += _section("Who waits in what", waiting(run, top))
+        lines += _section(f"{who_waits(run, top)[0].capitalize()} in what", waiting(run, top))
         lines += _section("What to do", top.next_steps)
         if found := commands(run, top):
             lines += ["", "```sh", *(escape_line(line) for line in found), "```"]

@@ -31,7 +31,7 @@ def report_text(run: Run, verdicts: Sequence[Verdict], now_s: float | None = Non
     if top.chain:
         lines.append(_chain(run, top))
     if not top.is_healthy and (held := list(waiting(run, top))):
-        lines += ["who waits in what:", *(f"  - {_wrapped(line, 4)}" for line in held)]
+        lines += [f"{who_waits(run, top)[0]} in what:", *(f"  - {_wrapped(line, 4)}" for line in held)]
     if not top.is_healthy and (located := where(run, top)):
         lines.append(f"where: {_wrapped('; '.join(located), 2)}")
     steps = (*top.next_steps, *(() if top.is_healthy else commands(run, top)))
@@ -75,7 +75,7 @@ def _facts(run: Run, top: Verdict) -> list[str]:
 def _chain(run: Run, top: Verdict) -> str:
     pairs = [f"{waiter} -> {awaited}" for waiter, awaited in top.chain[:8]]
     more = f", and {len(top.chain) - 8} more" if len(top.chain) > 8 else ""
-    return f"{who_waits(run, top)[0]}: {', '.join(pairs)}{more}"
+    return f"{who_waits(run, top)[0]} for whom: {', '.join(pairs)}{more}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
 from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
-from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, stopped_s, waits
+from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, process_ended, stopped_s, waits
 from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
@@ -158,8 +158,7 @@ class Incident:
 
     def is_past(self, ranks: Iterable[int]) -> bool:
         """Whether what these ranks wait for is over: their processes have ended, or the job went on."""
-        records = [self.run.ranks.get(rank) for rank in ranks]
-        return self.is_slow or all(record is not None and has_ended(record) for record in records)
+        return self.is_slow or all(rank in self.run.ranks and process_ended(self.run, rank, self.top) for rank in ranks)
 
     def doing(self, rank: int) -> str:
         """What a rank does, or did before its process ended: `in a collective`, `was in a collective`."""
@@ -222,6 +221,10 @@ class Incident:
         return {
             lane.group: newest_late(self.run, lane, self.top.culprits, self.clock_offsets(lane)) for lane in collectives
         }
+
+    def is_late_in(self, lane: Lane) -> bool:
+        """Whether the ranks at fault of a slow job came late to operations of a lane of collectives."""
+        return self.is_slow and self._late_at.get(lane.group) is not None
 
     @cached_property
     def _offsets(self) -> dict[int, Floats]:

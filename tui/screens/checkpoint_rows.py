@@ -28,7 +28,7 @@ from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState
 from titan_ckpt.tui.pictures.run_list import since
 from titan_ckpt.tui.pictures.saves import size_text
-from titan_ckpt.tui.rows import Role, Row, RowLink, counted, head, ranks_named, row, wrapped
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, counted, head, ranks_named, row, wrapped
 from titan_ckpt.upkeep.deletion import check_whole, read_pins
 from titan_ckpt.upkeep.pruning import prune
 from titan_ckpt.upkeep.retention import RetentionPolicy
@@ -284,7 +284,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
     if saving and outside:
         yield row(("  elsewhere    ", Role.DIM), ranks_named(outside))
     for verdict in io:
-        for line in wrapped(f"  {verdict.headline}", width, "    "):
+        for line in wrapped(f"  {CULPRIT} {verdict.headline}", width, "    "):
             yield row((line, Role.BAD), link=RowLink(screen=6, rank=verdict.culprits[0]), is_problem=True)
     if not saving:
         yield from _place_rows(incident)
@@ -298,5 +298,10 @@ def _place_rows(incident: Incident) -> Iterator[Row]:
         places.setdefault((state.kind, place), []).append(rank)
     for (kind, place), ranks in places.items():
         glyph = SITUATIONS[kind]
-        text = f"{ranks_named(ranks, 4)}: {glyph.label}, {place}"
-        yield row((f"  {glyph.char} ", glyph.role), text, link=RowLink(screen=6, rank=ranks[0]))
+        text = f"{ranks_named(ranks, 4)}: {incident.doing(ranks[0])}, {place}"
+        mark = CULPRIT if incident.top.culprits and set(ranks) <= set(incident.top.culprits) else " "
+        yield row(
+            (f" {mark}{glyph.char} ", Role.BAD if mark == CULPRIT else glyph.role),
+            text,
+            link=RowLink(screen=6, rank=ranks[0]),
+        )

@@ -36,7 +36,7 @@ from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
 _AGES_S = 10.0  # after which the ages of steps and runs are painted anew
-_ABSENT = "Checkpoints are in the folder of a run (save.url), as step-00001200/ and so on."
+_ABSENT = "Open the run for its checkpoints: `titan-ckpt tui URL` with the URL in its `save.url`."
 T = TypeVar("T")
 ShowProgress = Callable[[str], None]
 _PATH_WIDTH = 32

@@ -230,8 +230,8 @@ class CollectiveRows:
             is_at_fault = rank in self._incident.top.culprits
             what: TextSpan = ("unknown", Role.WARN) if self._is_unknown[place] else ("none", Role.PLAIN)
             state = self._incident.states.get(rank)
-            if self._is_unknown[place] and state is not None and state.kind == RankState.DEAD:
-                what = ("unknown, dead", Role.BAD)
+            if self._is_unknown[place] and state is not None and state.kind in (RankState.DEAD, RankState.FROZEN):
+                what = (f"unknown, {state.kind}", Role.BAD)
             mark = (f"{CULPRIT if is_at_fault else ' '}{rank:>5}  ", Role.BAD if is_at_fault else Role.PLAIN)
             return row(mark, what, link=RowLink(screen=6, rank=rank))
         return self._rank_row(place, op, width)

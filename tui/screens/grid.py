@@ -48,16 +48,9 @@ class GridPane(Pane):
     label = "Grid"
     purpose = "every operation of every rank"
     keys = (
-        ("n N", "next problem"),
-        ("enter", "open"),
-        ("h l", "column"),
-        ("+ -", "zoom"),
-        ("v V", "ranks per row"),
-        ("t", "time"),
-        ("[ ]", "group"),
-        ("o", "order"),
-        ("< >", "pan"),
-    )
+        ("n N", "next problem"), ("enter", "open"), ("h l", "column"), ("+ -", "zoom"), ("v V", "ranks per row"), ("t", "time"),
+        ("[ ]", "group"), ("o", "order"), ("< >", "pan"),
+    )  # fmt: skip
     parts = (Part(name="details"), Part(name="bars", is_below=True, is_of_line=False))
     filter_hint = "filter: ranks, for example 0-7,12"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -369,7 +362,15 @@ class GridPane(Pane):
         self.update_rows()
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
-        return [key for key in super().useful_keys() if key[0] != "o" or len(self._orders()) > 1]
+        incident, grid = self.session.incident.value, self._grid
+        is_whole = self._window is None and self._per_cell == 1
+        useful = {
+            "o": len(self._orders()) > 1,
+            "[ ]": incident is None or len(incident.lanes) > 1,
+            "v V": grid is None or len(grid.codes) > self.body.size.height,
+            "< >": grid is None or not is_whole or grid.codes.shape[1] > self._cell_width(grid),
+        }
+        return [key for key in super().useful_keys() if useful.get(key[0], True)]
 
     def action_order(self) -> None:
         if len(self._orders()) < 2:

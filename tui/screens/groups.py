@@ -94,7 +94,7 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     longest = min(max([5, *map(len, names)]), (15 if is_named else 10) if is_narrow else 24)
     most = max([5, *(len(ranks_text(lane.members, 4)) for lane in lanes)])
     for_ranks = 0 if is_named else 6 if is_narrow else min(most, max(width // 4, 10))
-    columns, numbers = (longest, for_ranks), "" if is_narrow else f"{'all done':>8} {'newest':>7}  "
+    columns, numbers = (longest, for_ranks), "" if is_narrow else f"{'all done':>9} {'newest':>7}  "
     yield head(f"{''.join(text for text, _ in _beginning('group', 'ranks', columns))}{numbers}outliers")
     for lane, name in zip(lanes, names, strict=True):
         group = incident.name_of(lane)
@@ -105,7 +105,10 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
         odd = [] if incident.is_over else _culprits_first(incident, lane, outliers(lane, newest, incident))
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
-        done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>8} {f'#{newest}':>7}  "
+        done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>9} {f'#{newest}':>7}  "
+        if incident.is_late_in(lane):
+            late = [rank for rank in incident.top.culprits if rank in lane.members]
+            odd = [(f"{CULPRIT} {ranks_named(late, 4)} late", Role.BAD), *odd]
         yield row(*_beginning(name, ranks_text(lane.members, 4), columns), done,
                   *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group),
                   is_problem=bool(odd) and not incident.is_running)  # fmt: skip

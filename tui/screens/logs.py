@@ -85,7 +85,9 @@ class LogsPane(Pane):
         yield row((" · ".join(fact for fact in facts if fact), Role.DIM))
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
-        return self.keys if self.session.logs.value is not None else ()
+        logs = self.session.logs.value
+        has_cause = logs is not None and self._cause(logs) is not None
+        return [key for key in self.keys if key[0] != "c" or has_cause] if logs is not None else ()
 
     def title(self) -> str:
         logs, found = self.session.logs.value, self._found

@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.frames import is_library
 from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.tui.data.incident import Incident, frame_text
 from titan_ckpt.tui.pictures.stacks import stacks_of
-from titan_ckpt.tui.rows import Role, Row, RowLink, ranks_named, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_named, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24
@@ -21,7 +21,7 @@ _MOST_INDENT = 24
 def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Iterator[Row]:
     """The tree, outermost call first; ranks without a stack last."""
     stacks = stacks_of(incident, members)
-    yield from _node_rows(stacks, 0, 0, width)
+    yield from _node_rows(stacks, 0, 0, width, frozenset(incident.top.culprits))
     silent = [rank for rank in members if rank not in stacks]
     late = [rank for rank in silent if incident.run.ranks[rank].stacks]
     role = Role.DIM if incident.is_over else Role.WARN
@@ -30,7 +30,9 @@ def tree_rows(incident: Incident, members: tuple[int, ...], width: int) -> Itera
             yield row((f"  {text}: ", role), ranks_named(ranks))
 
 
-def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int) -> Iterator[Row]:
+def _node_rows(
+    stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int, width: int, culprits: frozenset[int]
+) -> Iterator[Row]:
     nodes: dict[tuple[str, str, int], dict[int, tuple[Frame, ...]]] = defaultdict(dict)
     for rank, frames in stacks.items():
         if depth < len(frames):
@@ -38,13 +40,19 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
     ended = [rank for rank, frames in stacks.items() if depth == len(frames)]
     is_fork = len(nodes) + bool(ended) > 1
     below_indent = min(indent + 2, _MOST_INDENT) if is_fork else indent
-    for below in sorted(nodes.values(), key=min):
+    for number, below in enumerate(sorted(nodes.values(), key=min), 1):
         frame = below[min(below)][depth]
-        space = f"  {' ' * indent}{'├ ' if is_fork and indent < _MOST_INDENT else ''}"
+        branch = "└ " if number == len(nodes) else "├ "
+        space = f"  {' ' * indent}{branch if is_fork and indent < _MOST_INDENT else ''}"
         place = frame_text(frame)
         role: Role = Role.DIM if is_library(frame) else Role.BOLD if is_fork else Role.PLAIN
         ranks = ranks_text(sorted(below), 8)
-        yield row(space, (place, role), (f"  [{ranks}]", Role.NOTE), link=RowLink(screen=6, rank=min(below)),
+        mark = (
+            (f"  {CULPRIT} [{ranks}]", Role.BAD)
+            if is_fork and below.keys() <= culprits
+            else (f"  [{ranks}]", Role.NOTE)
+        )
+        yield row(space, (place, role), mark, link=RowLink(screen=6, rank=min(below)),
                   at=(frame.file, frame.line))  # fmt: skip
         text = next(filter(None, (source_line(frames[depth]) for frames in below.values())), "")
         if text:
@@ -52,7 +60,7 @@ def _node_rows(stacks: Mapping[int, tuple[Frame, ...]], depth: int, indent: int,
                 (truncate(f"  {' ' * below_indent}  > {text}", width), Role.DIM),
                 link=RowLink(screen=6, rank=min(below)),
             )
-        yield from _node_rows(below, depth + 1, below_indent, width)
+        yield from _node_rows(below, depth + 1, below_indent, width, culprits)
 
 
 def _node_of(frame: Frame) -> tuple[str, str, int]:

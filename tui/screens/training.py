@@ -16,6 +16,7 @@ from titan_ckpt.location import join, redact
 from titan_ckpt.tui.data.content import find_content
 from titan_ckpt.tui.data.incident import NO_FAULT
 from titan_ckpt.tui.data.metrics import Metrics, load_metrics
+from titan_ckpt.tui.data.standing import may_go_on
 from titan_ckpt.tui.pictures.curves import (
     GUTTER,
     ODD,
@@ -79,7 +80,9 @@ class TrainingPane(Pane):
         return f"{metrics.source} · {counted(len(metrics.steps), 'step')}{damaged}{smooth}{other}"
 
     def useful_keys(self) -> Iterable[tuple[str, str]]:
-        return self.keys if self.session.metrics.value is not None else self.keys[-1:]
+        incident = self.session.incident.value
+        may_come = incident is None or may_go_on(incident, self.session.clock())
+        return self.keys if self.session.metrics.value is not None else self.keys[-1:] if may_come else ()
 
     def wants_parts(self) -> bool:
         metrics = self.session.metrics.value

@@ -218,7 +218,7 @@ def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
         return [(f"failed in {op.op} #{op.seq}", 0), *group]
     if incident.is_slow and edge.waiter not in incident.wait_of:  # all that it waited in has ended
         return [(f"waited for rank {edge.awaited} again and again", 0), *group]
-    number = "" if edge.seq < 0 else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
+    number = "" if edge.seq < 0 or edge.is_p2p else f" after #{edge.seq}" if edge.is_after else f" #{edge.seq}"
     if incident.is_over:
         return [(f"{_operation(incident, edge)}{number}", 0), *_ENDED, *group, *sure]
     verb = "waited" if incident.is_past((edge.waiter,)) else "waits"
@@ -272,7 +272,7 @@ def _fault_text(incident: Incident, rank: int) -> str:
 def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     """An operation that did not end, as the parts of `with_place`."""
     op = wait.operation
-    number = f" #{op.seq}" if op.seq >= 0 else ""
+    number = f" #{op.seq}" if op.seq >= 0 and not op.p2p else ""  # else it counts per pair; the grid counts per rank
     what = " ".join(part for part in (op.sizes, op.dtypes) if part)
     rest = [_group_part(incident, str(op.group)), (f" ({what})" if what else "", 3)]
     if incident.is_over:

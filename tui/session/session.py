@@ -77,9 +77,9 @@ class Session:
             2: (self.incident,), 3: (self.incident,), 4: (self.incident,), 5: (self.logs,), 6: (self.incident,),
             7: (self.checkpoints, self.runs), 8: (self.metrics,),
         }  # fmt: skip
-        return frozenset(
-            number for number, parts in needs.items() if all(p.value is None and not p.is_loading for p in parts)
-        )
+        empty = {number for number, parts in needs.items() if all(p.value is None and not p.is_loading for p in parts)}
+        has_operations = self.incident.value is None or bool(self.incident.value.lanes)
+        return frozenset(empty if has_operations else empty | {2, 3, 4})
 
     def name_logs(self) -> None:
         """Tell the logs whose they are where only their lines name a rank."""

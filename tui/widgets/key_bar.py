@@ -47,8 +47,10 @@ class KeyBar(OneLine):
         self._spots = []
         roles = looks_of(self.app.current_theme).roles
         line = Text(f" {before}", no_wrap=True)
-        for key, what in keys:
-            if line.cell_len + len(key) + len(what) + _GAP > self.app.size.width - 1:
+        for key, whole in keys:
+            room = self.app.size.width - 1 - line.cell_len - len(key) - _GAP
+            what = whole if key != "enter" or len(whole) <= room else "open"
+            if len(what) > room:
                 continue
             for word in key.split():
                 self._spots.append((line.cell_len, line.cell_len + len(word), key_name(word)))

@@ -122,7 +122,7 @@ def test_report_names_place_time_waits_and_command(run: Run) -> None:
     text = report_text(replace(run, launcher=None), diagnose(run), 2e9)
     assert "ssh node17 py-spy dump --pid 9192" in text
     assert "where: rank 2: host node17, pid 9192" in text
-    assert "who waits in what:\n  - ranks 0, 1, 3: all_reduce #7 of group default_pg" in text
+    assert "who waited in what:\n  - ranks 0, 1, 3: all_reduce #7 of group default_pg" in text
     assert " UTC, " in text
     assert " ago" in text
 
