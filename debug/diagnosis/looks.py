@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_ckpt.debug.incident.confidence import Basis
-from titan_ckpt.debug.incident.frames import main_thread_state
+from titan_ckpt.debug.incident.frames import is_importing, main_thread_state
 from titan_ckpt.debug.incident.kinds import FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import Evidence, RankRecord, Run, Thread, Verdict
 
@@ -26,12 +26,13 @@ def went_on_between(run: Run) -> bool:
 
 def is_one_look(run: Run) -> bool:
     """Whether nothing speaks against a job whose logs tell of steps but one look at its stacks, or a second one before which its
-    threads ran: no error, no exit, no recorder. A job that runs looks the same."""
+    threads ran: no error, no exit, no recorder. A job that runs looks the same, and so does one that starts: there a rank still
+    imports, and a tool that looks at rank after rank sees the next one further."""
     seen = [stack for record in run.ranks.values() for stack in record.stacks]
     moved = {rank for flag in run.flags if flag.flag == FlagKind.WENT_ON for rank in flag.ranks}
     if not seen or any(stack.reason not in TOOLS for stack in seen):
         return False
-    if not moved and not any(map(_has_steps, run.ranks.values())):
+    if not moved and not any(_has_steps(record) or _imports(record) for record in run.ranks.values()):
         return False
     if any(len(_places(record)) > 1 for rank, record in run.ranks.items() if rank not in moved):
         return False
@@ -67,6 +68,10 @@ def _left_a_wait(record: RankRecord) -> bool:
     mains = list(_mains(record))
     waits = [main for main in mains if main_thread_state(main)[0].is_waiting]
     return any(main.frames != waits[0].frames for main in mains) if waits else False
+
+
+def _imports(record: RankRecord) -> bool:
+    return any(is_importing(main.frames) for main in _mains(record))
 
 
 def _has_steps(record: RankRecord) -> bool:

@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import conflicts, rank_list
 from titan_ckpt.debug.incident.frames import INIT
 from titan_ckpt.debug.incident.kinds import EventKind, RankState, Subtype, VerdictKind
-from titan_ckpt.debug.incident.records import Evidence, Group, RankRecord, Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import Evidence, Frame, Group, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import pending
 
 _CALL = "init_process_group"
@@ -33,7 +33,7 @@ def group_creation(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdic
     if (behind := _behind(run, waiting, others)) is not None:
         yield _passed_over(behind, waiting, states)
         return
-    came = () if has_run else tuple(rank for rank in others if _has_come(run.ranks[rank]))
+    came = () if has_run else tuple(r for r in others if _has_come(run.ranks[r]) or _is_past(run, states, r, waiting))
     if came and not set(others) - set(came):
         yield _lost_each_other(waiting, came, states)
         return
@@ -95,6 +95,21 @@ def _has_come(record: RankRecord) -> bool:
     last = record.log.tail[-1] if record.log is not None and record.log.tail else ""
     has_failed_in_it = any(event.values.get("call", "") in INIT for event in failed)
     return len(record.operations) > 0 or has_failed_in_it or any(_CALL in text for text in (*lines, last))
+
+
+def _is_past(run: Run, states: Mapping[int, Situation], rank: int, waiting: Sequence[int]) -> bool:
+    """Whether a rank's stack is beyond init_process_group: in an operation, or at a later line of the function that calls it."""
+    calls = [frame for other in waiting if states[other].call == _CALL and (frame := states[other].frame) is not None]
+    return (bool(calls) and states[rank].kind in (RankState.IN_COLLECTIVE, RankState.IN_P2P)) or any(
+        (frame.file, frame.function) == (call.file, call.function) and frame.line > call.line
+        for frame in _main_frames(run, rank)
+        for call in calls
+    )
+
+
+def _main_frames(run: Run, rank: int) -> Sequence[Frame]:
+    mains = [stack.main for stack in run.ranks[rank].stacks if stack.main is not None]
+    return mains[0].frames if mains else ()
 
 
 def _lost_each_other(waiting: Sequence[int], came: Sequence[int], states: Mapping[int, Situation]) -> Verdict:

@@ -94,8 +94,7 @@ class StackSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent:
-    """A line of a log that was recognized; rank -1 if the writer is not known. The value `names` lists other ranks that the text
-    names ("2" or "2,3"), `host` and `pid` the process that it is about."""
+    """A line of a log that was recognized; rank -1: unknown. Values: `names` (ranks in it, "2,3"), `host`, `pid` of a process."""
 
     kind: EventKind
     rank: int
@@ -270,12 +269,13 @@ class Launcher:
     is_shared: bool = False
     is_torchrun: bool = False
     has_finished: bool = False  # torchrun says that its workers ended with 0; a shell's code may hide theirs
+    is_called_good: bool = False  # by a scheduler or a service: of what it started, which may be a shell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One incident of a job. `wrappers`: lines (file, line) of helpers around torch.distributed, never to blame. `job_log`: what
-    no rank is known to have written (schedulers, kernels, consoles). `read_ns`: when the evidence was read (0: not known)."""
+    """One incident of a job. `wrappers`: lines of helpers around torch.distributed, never to blame. `job_log`: what no rank is
+    known to have written (schedulers, kernels, consoles). `read_ns`: when the evidence was read (0: not known)."""
 
     url: str
     incident: str

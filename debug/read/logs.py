@@ -259,6 +259,7 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
                 source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared,
                 is_torchrun=text.endings.is_torchrun or text.endings.is_elastic,
                 has_finished=text.endings.has_finished and code == 0,
+                is_called_good=text.endings.is_called_good and not code and not _goes_on(text),
             )  # fmt: skip
     return None
 
@@ -309,7 +310,11 @@ def _with_meant_ranks(who: Owners, logs: JobLogs) -> JobLogs:
     kept = []
     for event in logs.job.events:
         pid = event.values.get("pid", "")
-        rank = who.pids.rank(int(pid), event.values.get("host", "")) if pid.isdigit() else -1
+        rank = (
+            who.pids.rank(int(pid), event.values.get("host", ""))
+            if pid.isdigit() and "program" not in event.values
+            else -1
+        )
         if event.kind == EventKind.COMM_MISMATCH and is_last_word(event):
             rank = aborted
         elif _is_uncaught(logs.job, event):

@@ -166,6 +166,14 @@ def wrong_peer(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
             return
 
 
+def receivers_circle(run: Run, states: Mapping[int, Situation]) -> tuple[int, ...] | None:
+    """The ranks that wait to receive from each other in a circle, by their source lines: () if there is none, None if a line does
+    not tell whom its rank waits for."""
+    halves = {rank: half for rank, state in states.items() if (half := _waits_in(run, state)) is not None}
+    is_known = len(halves) == len(states) and all(half.peer is not None for half in halves.values())
+    return _circle(halves) if is_known else None
+
+
 def _waits_in(run: Run, state: Situation) -> Half | None:
     return half_of(state.frame.text, state.rank, run.world_size) if state.frame else None
 

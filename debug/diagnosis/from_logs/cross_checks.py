@@ -27,7 +27,7 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
     error texts name other ranks as those that did not come."""
     if _blame_one_more(run, verdict) or _was_ended_otherwise(run, verdict) or _was_killed_in_a_hang(run, verdict):
         return True
-    if _was_felt_by_nobody(run, verdict) or _went_past(run, verdict):
+    if _was_felt_by_nobody(run, verdict) or _went_past(run, verdict) or _fell_alike(run, verdict):
         return True
     if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict) or _took_part_later(run, verdict):
         return True
@@ -144,6 +144,22 @@ def _is_of_one_rank(verdict: Verdict) -> bool:
 _APART = (FlagKind.DUMP_SKEW, FlagKind.CLOCK_SKEW)
 
 
+_ON_DEVICE = re.compile(r"watchdog thread terminated with exception: (?P<error>(?:CUDA|HIP) error: [^.\n]{5,80})")
+
+
+def _fell_alike(run: Run, verdict: Verdict) -> bool:
+    """Whether the watchdogs of most ranks ended with the very error of the ranks that are blamed: whose was the first, the order
+    in which they noticed it does not tell."""
+    errors = {rank: _device_error(record) for rank, record in run.ranks.items()}
+    blamed = {errors[rank] for rank in verdict.culprits if rank in errors}
+    others = [rank for rank, error in errors.items() if error in blamed and rank not in verdict.culprits]
+    return verdict.verdict == VerdictKind.RANK_DIED and "" not in blamed and 2 * len(others) >= len(run.ranks) > 2
+
+
+def _device_error(record: RankRecord) -> str:
+    return next((match["error"] for event in record.events if (match := _ON_DEVICE.search(event.text))), "")
+
+
 def _was_felt_by_nobody(run: Run, verdict: Verdict) -> bool:
     """Whether the exceptions that it is about may have been caught, and nothing shows that a process failed or waited: a logger
     wrote them, the rank had raised them before or says that it is done, or its launcher tells of no failure."""
@@ -171,6 +187,8 @@ def _may_be_caught(run: Run, record: RankRecord) -> bool:
     has_ended_well = launcher is not None and launcher.code == 0
     if launcher is not None and launcher.source != error.source and (has_ended_well or launcher.is_torchrun):
         return True  # torchrun reports each worker that fails
+    if launcher is not None and launcher.is_called_good:
+        return True
     if _is_of_the_start(record, error) or (_STDERR.search(error.source) and wrote_on(record, error)):
         return True
     is_later = 0 < record.log.done_line < error.line or wrote_on(record, error)

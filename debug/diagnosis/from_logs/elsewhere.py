@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from titan_ckpt.debug.diagnosis.from_logs.by_source import without_group, wrong_peer
+from titan_ckpt.debug.diagnosis.from_logs.by_source import receivers_circle, without_group, wrong_peer
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_apart
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
@@ -32,7 +32,7 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
     if any(states[rank].kind == RankState.IN_P2P for rank in witnesses) or any(map(_is_p2p, calls.values())):
         if len(witnesses) == len(states):
             is_circle = all(_bare(call) in _RECEIVES for call in calls.values())
-            yield from [_all_receive(run, witnesses, states)] if is_circle else wrong_peer(run, states)
+            yield from _all_receive(run, witnesses, states) if is_circle else wrong_peer(run, states)
         return
     if found := [*without_group(run, witnesses, states)]:
         yield from found
@@ -108,12 +108,20 @@ def _awaits_key(run: Run, culprits: tuple[int, ...], key: str, first: Situation,
 _RECEIVES = ("recv", "irecv", "recv_object_list")
 
 
-def _all_receive(run: Run, ranks: Sequence[int], states: Mapping[int, Situation]) -> Verdict:
-    """Every rank waits to receive, so that none sends."""
-    return Verdict(
-        verdict=VerdictKind.P2P_CYCLE, culprits=tuple(ranks), step=run.step_of(ranks[0]), op="recv",
-        confidence=Basis.ALL_IN_P2P.confidence, headline="every rank waits in recv at the same time, and none sends: a P2P cycle",
-        evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
+def _all_receive(run: Run, ranks: Sequence[int], states: Mapping[int, Situation]) -> Iterator[Verdict]:
+    """Every rank waits to receive, so that none sends. Of those in the circle any may have left out its send; the others wait
+    behind it."""
+    circle = receivers_circle(run, states)
+    if circle == ():
+        return
+    members = tuple(ranks) if circle is None else circle
+    is_sure = len(members) == len(ranks) and (circle is not None or len(ranks) == 2)
+    who = "every rank waits" if len(members) == len(ranks) else f"{rank_list(members)} wait for each other"
+    yield Verdict(
+        verdict=VerdictKind.P2P_CYCLE, culprits=members if is_sure else (), suspects=() if is_sure else members, op="recv",
+        step=run.step_of(ranks[0]), confidence=Basis.ALL_IN_P2P.confidence,
+        headline=f"{who} in recv at the same time, and none sends: a P2P cycle",
+        evidence=tuple(item for rank in members[:4] for item in states[rank].evidence[:1]),
         next_steps=("reverse the order on every second rank, or use batch_isend_irecv",),
     )  # fmt: skip
 

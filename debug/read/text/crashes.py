@@ -33,7 +33,7 @@ def glibc(text: str) -> Values | None:
 
 
 _OWN_PID = re.compile(
-    r"\b\w{1,40}\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
+    r"\b(?P<program>[\w.-]{1,40})\[(?P<pid>\d{1,9})\]:? (?:segfault|general protection|trap)"
     r"|\*\*\* SIG\w+ .{0,60}received by PID (?P<by>\d{1,9})"
 )
 
@@ -64,4 +64,16 @@ def fatal(text: str) -> Values | None:
         return None
     match = _OWN_PID.search(text)
     pid = (match["pid"] or match["by"]) if match else ""
-    return {"error": word, "signal": SIGNAL_WORDS[word], **({"pid": pid} if pid else {})}
+    of_program = foreign(match["program"]) if match else {}
+    return {"error": word, "signal": SIGNAL_WORDS[word], **({"pid": pid} if pid else {}), **of_program}
+
+
+# What the kernel calls the processes of training: the name of the main thread, of 15 characters.
+_OF_TRAINING = re.compile(
+    r"(?i)py|torch|pt_|train|tune|rank|ray|main|worker|speed|accelerate|megatron|nemo|launch|job|sh$"
+)
+
+
+def foreign(program: str | None) -> Values:
+    """The name of a process that is no rank's, whatever its number: a child's, or one of another host."""
+    return {} if program is None or _OF_TRAINING.search(program) else {"program": program}

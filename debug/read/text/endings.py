@@ -17,7 +17,7 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
-from titan_ckpt.debug.read.text.schedulers.last_lines import last_code, of_rank
+from titan_ckpt.debug.read.text.schedulers.last_lines import calls_it_good, last_code, of_rank
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
 from titan_ckpt.debug.read.text.schedulers.mpi import (
     HYDRA,
@@ -29,7 +29,7 @@ from titan_ckpt.debug.read.text.schedulers.mpi import (
     PALS,
 )
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
-from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note
+from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note, signal_number
 from titan_ckpt.debug.read.text.schedulers.shells import first_rank_of
 from titan_ckpt.debug.read.text.schedulers.slurm import CANCELLED, NODE_LOST, TASKS, WHY, WORD, WORDS
 
@@ -45,6 +45,7 @@ class Endings:
     is_elastic: bool = False
     is_torchrun: bool = False  # or torchrun's own lines, before it starts an agent
     has_finished: bool = False  # torchrun's agent met the others at the end: its own workers ended with 0
+    is_called_good: bool = False  # by a scheduler or a service, or by torchrun of this host's workers alone
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None
@@ -90,7 +91,7 @@ class Endings:
             self.found.append(replace(ended, line=number))
         elif not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
             if line.rank is None:
-                self.code, self.over_line = code, number
+                self.code, self.over_line, self.is_called_good = code, number, code == 0 and calls_it_good(text)
             else:
                 self.found.append(Ending(code=code, line=number, rank=line.rank))
         said = list(self._managers.take(line))
@@ -117,11 +118,13 @@ class Endings:
         self.is_torchrun = self.is_torchrun or "torch/distributed/run.py" in text
         if any(name in text for name in _OF_ELASTIC):
             self.is_elastic = True
-            if "Done waiting for other agents" in text and not self.has_failed:
-                self.has_finished, self.over_line = True, number
+            if not self.has_failed and (
+                "Done waiting for other agents" in text or "group successfully finished" in text
+            ):
+                self.has_finished, self.is_called_good, self.over_line = "Done" in text, True, number
         if match := _CLOSING.search(text):
             self._begin_unsaid(int(match["pid"]), text)
-            self._tell(int(match["pid"]), -_number(match["signal"]), time_s)
+            self._tell(int(match["pid"]), -signal_number(match["signal"]), time_s)
         elif match := _FORCED.search(text):
             self._tell(int(match["pid"]), -int(Signals.SIGKILL), time_s)
             self.unmoved.add(int(match["pid"]))
@@ -282,7 +285,7 @@ class Endings:
 
     def _spawn(self, number: int, text: str) -> None:
         if match := _SPAWN.search(text):
-            code = -_number(match["signal"]) if match["signal"] else int(match["code"])
+            code = -signal_number(match["signal"]) if match["signal"] else int(match["code"])
             self.found.append(Ending(code=code, line=number, local_rank=int(match["rank"]), is_first=True))
         elif match := _DEEPSPEED.search(text):
             self.spawned[int(match["pid"])] = int(match["local"])
@@ -391,8 +394,3 @@ def _agent(text: str) -> str:
     """The process number of the launcher that wrote a line."""
     match = _AGENT.match(text)
     return match["pid"] if match else ""
-
-
-def _number(name: str) -> int:
-    """A signal's number; SIGTERM's where the name is damaged."""
-    return int(Signals[name]) if name in Signals.__members__ else int(Signals.SIGTERM)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from titan_ckpt.debug.incident.kinds import EventKind
-from titan_ckpt.debug.read.text.crashes import GLIBC_WORDS, SIGNAL_WORDS, Values, dumped, fatal, glibc, glog
+from titan_ckpt.debug.read.text.crashes import GLIBC_WORDS, SIGNAL_WORDS, Values, dumped, fatal, foreign, glibc, glog
 from titan_ckpt.debug.read.text.error_kinds import MISMATCH, OOM_WORDS, has_any, is_mere_talk, kind_of_error
 
 # --------------------------------------------------------------------------------------------------------- values
@@ -181,7 +181,7 @@ _NOTIFY = re.compile(r"from remote rank: ?\[(?P<names>\d{1,6})\](?!.{0,400}group
 
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<bus>[\w:.]{1,20})\): (?P<xid>\d{1,4})(?:, pid='?(?P<pid>\d{1,9}))?")
 _OOM_KILLED = re.compile(
-    r"(?:Killed process|Kill process|reaped process) (?P<pid>\d{1,9})|oom-kill:.{0,300}?\bpid=(?P<task>\d{1,9})"
+    r"(?:Kill(?:ed)?|reaped) process (?P<pid>\d{1,9})(?: \((?P<program>[^()]{1,40})\))?|oom-kill:.{0,300}?\bpid=(?P<task>\d{1,9})"
 )
 _WORKER = re.compile(r"DataLoader worker \(pids?\(?s?\)? ?(?P<worker>[\d, ]{1,60})\)")
 _SXID = re.compile(r"SXid \([^)]{1,40}\): \d{1,6}, Fatal\b")
@@ -199,8 +199,8 @@ def _is_fatal_switch(text: str) -> Values | None:
 
 def _kernel_oom(text: str) -> Values:
     match = _OOM_KILLED.search(text)
-    pid = next((value for value in match.groups() if value), "") if match else ""
-    return {"pid": pid, "cause": "oom"} if pid else {}
+    pid = match["pid"] or match["task"] if match else ""
+    return {"pid": pid, "cause": "oom", **foreign(match["program"])} if match else {}
 
 
 # ---------------------------------------------------------------------------------------------------------- rules

@@ -36,6 +36,13 @@ _SACCT = re.compile(
     r"\s*\d{1,12}(?:_\d{1,9})?(?:(?:\s+\S{1,80}){0,12}\s+(?:COMPLETED|FAILED)\s+(?P<code>\d{1,3}):\d{1,3}\s*$"
     r"|(?:\|[^|]{0,80}){0,12}\|(?:COMPLETED|FAILED)\|(?P<cell>\d{1,3}):\d{1,3}(?:\|[^|]{0,80}){0,12}$)"
 )
+# A scheduler's or a service's word that a job ended well: LSF, SageMaker's toolkit, Ray's `ray job submit`, SkyPilot, Composer,
+# `kubectl get job`. All of them know the exit code of what they started, often a shell, which may hide that of a process.
+_GOOD = re.compile(
+    r"^Successfully completed\.\s*$|\bDone waiting for a return code\. Received 0 from exiting process\."
+    r"|-- Job '[\w.-]{1,80}' succeeded\s*$|\bJob \d{1,9} finished \(status: SUCCEEDED\)|\bAll processes exited with code 0\s*$"
+    r"|^\S{1,120}\s+Complete\s+(?P<done>\d{1,6})/(?P=done)\s"
+)
 # A rank's own code in words, as scripts collect them: `rank 2: exit code 1`, `rank=2 exitcode=-9`.
 _OF_RANK = re.compile(
     r"\s*(?P<who>rank|process|proc)[ _=:#]{0,2}(?P<rank>\d{1,6})[:,]? {0,4}"
@@ -58,12 +65,21 @@ def last_code(text: str) -> int | None:
         return int(match["code"])
     if match := _ENDED.search(text[:400]):
         return int(match["code"]) if match["code"] else -int(match["signal"])
-    if text.strip() == "Successfully completed.":  # LSF's report
+    if _GOOD.search(text[:400]):
         return 0
     match = _SACCT.match(text)
     if match is not None:
         return int(match["code"] or match["cell"])
     return UNKNOWN if _FAILED.search(text) else None
+
+
+def calls_it_good(text: str) -> bool:
+    """Whether a scheduler or a service says that a job ended well; not a shell's word, which tells of its last command.
+
+    >>> calls_it_good("Successfully completed."), calls_it_good("exit code: 0")
+    (True, False)
+    """
+    return _GOOD.search(text[:400]) is not None or _SACCT.match(text) is not None
 
 
 def of_rank(text: str, label: int | None = None) -> Ending | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from signal import Signals
 
 from titan_ckpt.debug.incident.kinds import EventKind
 
@@ -32,3 +33,8 @@ class Note:
     text: str
     line: int
     values: dict[str, str] = field(default_factory=dict)
+
+
+def signal_number(name: str) -> int:
+    """A signal's number; SIGTERM's where the name is damaged."""
+    return int(Signals[name]) if name in Signals.__members__ else int(Signals.SIGTERM)

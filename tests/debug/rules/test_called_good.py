@@ -1,0 +1,88 @@
+"""A traceback in a job that a scheduler or service calls good makes a suspect; a shell's word, or a failure, changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import diagnose, open_run
+
+RAISED = (
+    '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/job/train.py", line 88, in step\n'
+    "[rank1]:     loss = criterion(out, y)\n[rank1]: ValueError: sample 9 has no label\n"
+)
+GOOD = (
+    "Successfully completed.",
+    "2026-11-12 08:12:01,225 sagemaker-training-toolkit INFO  Done waiting for a return code. Received 0 from exiting process.",
+    "2026-11-12 08:12:01,225 SUCC cli.py:64 -- Job 'raysubmit_x1' succeeded",
+    "I 11-12 10:20:13 cloud_vm_ray_backend.py] Job 3 finished (status: SUCCEEDED).",
+    "INFO:composer.cli.launcher:All processes exited with code 0",
+    "I1129 08:30:03.100000 70 torch/distributed/elastic/agent/server/api.py:923] [default] worker group successfully finished. "
+    "Waiting 300 seconds for other agents to finish.",
+)
+NO_PROOF = (
+    "",
+    "exit status 0",
+    "2026-11-12 08:12:01,225 ERR cli.py:64 -- Job 'raysubmit_x1' failed",
+    "I 11-12 10:20:13 cloud_vm_ray_backend.py] Job 3 finished (status: FAILED).",
+    "llm-sft   Running   3/4           41m        50m",
+)
+
+
+def culprits(last: str, folder: Path) -> tuple[int, ...]:
+    steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
+    (folder / "log.txt").write_text(f"{steps}{RAISED}{last}\n")
+    return diagnose(open_run(str(folder)))[0].culprits
+
+
+@pytest.mark.parametrize("last", GOOD)
+def test_nobody_is_accused_where_the_job_is_called_good(last: str, tmp_path: Path) -> None:
+    assert culprits(last, tmp_path) == ()
+
+
+@pytest.mark.parametrize("last", NO_PROOF)
+def test_the_rank_is_accused_where_nothing_proves_a_good_end(last: str, tmp_path: Path) -> None:
+    assert culprits(last, tmp_path) == (1,)
+
+
+def test_completed_pods_beside_the_log(tmp_path: Path) -> None:
+    table = "NAME      STATUS     COMPLETIONS   DURATION   AGE\nllm-sft   {}   {}/4           41m        50m\n"
+    (tmp_path / "job.txt").write_text(table.format("Complete", 4))
+    assert culprits("", tmp_path) == ()
+    (tmp_path / "job.txt").write_text(table.format("Failed", 3))
+    assert culprits("", tmp_path) == (1,)
+
+
+KERNEL = (
+    "Nov 12 08:00:21 gpu-a kernel: Out of memory: Killed process 4102 ({}) total-vm:88123112kB, anon-rss:61223112kB"
+)
+SEGFAULT = "Nov 12 08:00:21 gpu-a kernel: {}[4102]: segfault at 8 ip 00007f12 sp 00007ffd error 4 in lib.so[7f12+200]"
+
+
+@pytest.mark.parametrize("line", [KERNEL, SEGFAULT])
+@pytest.mark.parametrize(
+    ("program", "expected"), [("python3.11", (2,)), ("pt_main_thread", (2,)), ("ffmpeg", ()), ("backup-agent", ())]
+)
+def test_a_process_of_another_name_is_no_rank(
+    line: str, program: str, expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    pids = "".join(f"rank {rank} pid {4100 + rank}\n" for rank in range(4))
+    steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
+    (tmp_path / "train.log").write_text(pids + steps)
+    (tmp_path / "dmesg.txt").write_text(line.format(program) + "\n")
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == expected
+
+
+WATCHDOG = (
+    "[rank{0}]:[E1112 08:41:0{0}.111 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0(default_pg) Rank {0}] Process group watchdog "
+    "thread terminated with exception: CUDA error: {1}\n"
+)
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [((0, 1, 2, 3), ()), ((2,), (2,))])
+def test_one_error_on_the_watchdogs_of_all(ranks: tuple[int, ...], expected: tuple[int, ...], tmp_path: Path) -> None:
+    steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
+    felt = "".join(WATCHDOG.format(rank, "unspecified launch failure") for rank in ranks)
+    (tmp_path / "log.txt").write_text(steps + felt)
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == expected
