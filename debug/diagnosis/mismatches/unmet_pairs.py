@@ -68,9 +68,11 @@ def _verdict(run: Run, rank: int, sent: Operation, received: Operation) -> Verdi
 def everybody_in_p2p(states: Mapping[int, Situation]) -> Verdict:
     """All ranks are in a send or recv whose peers are not recorded (gloo does not)."""
     ranks = tuple(states)
+    are_two = len(ranks) == 2  # of more, some may wait behind the circle
     return Verdict(
         verdict=VerdictKind.P2P_CYCLE,
-        culprits=ranks,
+        culprits=ranks if are_two else (),
+        suspects=() if are_two else ranks,
         confidence=Basis.ALL_IN_P2P.confidence,
         headline="every rank waits in a send or recv at the same time: a P2P cycle",
         evidence=tuple(item for rank in ranks[:4] for item in states[rank].evidence[:1]),
