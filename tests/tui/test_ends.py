@@ -105,7 +105,7 @@ async def test_what_ended_later_has_one_wording_everywhere() -> None:
     assert "e ended since" in found["2"]
     assert "pending" not in "".join(found.values())
     assert "0  #19 ended since  f finished" in found["4"]
-    assert "default_pg 0-3        #18     #19  open when recorded, ended since" in found["4"]
+    assert "default_pg 0-3         #18     #19  ! rank 1 late" in found["4"]
     assert "behind" not in found["4"]
     assert "f rank 0 all_reduce #19 ended since" in found["6"]
     incident = load_incident(str(INCIDENTS / "straggler"))

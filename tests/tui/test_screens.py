@@ -312,7 +312,7 @@ async def test_a_narrow_window_is_painted_too(incident: TitanApp) -> None:
 async def test_missing_data_is_shown_with_a_hint_where_to_find_it(incident: TitanApp, run: TitanApp) -> None:
     async with incident.run_test(size=(80, 24)) as pilot:
         await settled(incident, pilot)
-        assert "(save.url)" in (await press(incident, pilot, "7")).replace("\n", " ")
+        assert "save.url" in (await press(incident, pilot, "7")).replace("\n", " ")
         assert "logs/metrics.jsonl" in await press(incident, pilot, "8")
     async with run.run_test(size=(80, 24)) as pilot:
         await settled(run, pilot)

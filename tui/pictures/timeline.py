@@ -68,8 +68,9 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
         stood_s = incident.last_sign_ns / 1e9 - incident.stop_s
-        text = "nobody goes on from here" if incident.failed else LAST_WAITS
-        text += f", for {format_duration(stood_s)}" if stood_s >= 1 else ""
+        bare = "nobody goes on from here" if incident.failed else LAST_WAITS
+        whole = f"{bare}, for {format_duration(stood_s)}" if stood_s >= 1 else bare
+        text = whole if len(whole) + 2 <= max(stop, cells - stop) else bare
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"
         start = before + (stop - len(text) + 1 if text.endswith("▼") else stop)
         yield row((f"{'':<{start}}{truncate(text, width - start)}", Role.WARN))

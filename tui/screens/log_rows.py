@@ -20,7 +20,7 @@ ROLES: dict[int, Role] = {0: Role.DIM, 1: Role.PLAIN, WARNING: Role.WARN, ERROR:
 _SCAN_LINES = 1 << 16
 _AT_ONE_TIME = 256  # lines of one millisecond that are looked at
 _AFTER_MS = 1000  # a rank may log on for so long after another one began to wait
-_WIDE, _NARROW, _KEPT_LINES = 140, 60, 256
+_WIDE, _NARROW, _KEPT_LINES = 125, 60, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
 # What stands before a message: a date, a time, a rank, a level, or torch's own prefix with its process and line.
 _BEFORE = re.compile(
