@@ -149,6 +149,9 @@ class _Verification:
     def _add(self, path: str, message: str) -> None:
         self.problems.append(Problem(path=path, message=message))
 
+    def _add_error(self, path: str, error: Exception) -> None:
+        self._add(path, reason(self._store, path, error))
+
     def _manifest(self, commit: Commit) -> Manifest | None:
         path = f"{self._folder}/{commit.attempt}/{MANIFEST}"
         data = self._read(path, "named by COMMIT")
@@ -162,7 +165,7 @@ class _Verification:
                 data, where=self._store.where(path), num_digests=lambda: stored_digests(self._store, path)
             )
         except CheckpointError as error:
-            self._add(path, reason(self._store, path, error))
+            self._add_error(path, error)
             return None
 
     def _read(self, path: str, why: str) -> bytes | None:
@@ -196,8 +199,7 @@ class _Verification:
             try:
                 checkpoint.asset(name)
             except (CheckpointError, StoreError) as error:
-                path = f"{self._folder}/{checkpoint.manifest.attempt}/{ASSETS}/{name}"
-                self._add(path, reason(self._store, path, error))
+                self._add_error(f"{self._folder}/{checkpoint.manifest.attempt}/{ASSETS}/{name}", error)
 
     def _check_sizes(self, checkpoint: Checkpoint) -> None:
         paths = {checkpoint.path(file.path): file for file in checkpoint.manifest.files}
@@ -213,8 +215,7 @@ class _Verification:
         try:
             return checkpoint.digests
         except (CheckpointError, StoreError) as error:
-            path = f"{self._folder}/{checkpoint.manifest.attempt}/{DIGESTS}"
-            self._add(path, reason(self._store, path, error))
+            self._add_error(f"{self._folder}/{checkpoint.manifest.attempt}/{DIGESTS}", error)
             return None
 
 

@@ -11,14 +11,14 @@ from pathlib import Path, PurePosixPath
 from titan_ckpt.debug.incident.records import Flag
 from titan_ckpt.debug.live.processes import GONE, find_processes
 from titan_ckpt.debug.read.archives.unpack import is_archive, unpacked_archives
-from titan_ckpt.debug.read.discovery import EvidenceFile, evidence_files, find_incident_folders
+from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, EvidenceFile, evidence_files, find_incident_folders
 from titan_ckpt.errors import NotFoundError, StoreError
 from titan_ckpt.format.names import parse_foreign_step
 from titan_ckpt.location import absence, local_path, normalise, parse_location, redact, scheme
 from titan_ckpt.parsing.unpacking import PACKED
 from titan_ckpt.store.base import Store
 from titan_ckpt.store.open import open_store
-from titan_ckpt.tui.data.run_folders import DEPTH, EVIDENCE_ENDINGS, LOG_ENDINGS, METRICS_PATHS, holds_runs
+from titan_ckpt.tui.data.run_folders import DEPTH, EVIDENCE_ENDINGS, METRICS_PATHS, holds_runs
 from titan_ckpt.tui.data.runs import CONFIG_PATH, SINGLE_CHECKPOINT
 
 _SIDECAR = ".sidecar.json"
@@ -157,7 +157,7 @@ def _single_file(store: Store) -> Content | None:
 def _is_log(path: str) -> bool:
     for packed in PACKED:
         path = path.removesuffix(packed)
-    return path.endswith(LOG_ENDINGS)
+    return path.endswith(TEXT_ENDINGS)
 
 
 def _is_evidence(source: EvidenceFile) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from titan_ckpt.checkpoint.kinds import CheckpointState
 from titan_ckpt.checkpoint.open import CheckpointInfo
-from titan_ckpt.debug.read.discovery import evidence_file
+from titan_ckpt.debug.read.discovery import TEXT_ENDINGS, evidence_file
 from titan_ckpt.errors import CheckpointError, NotCommittedError, TitanError
 from titan_ckpt.format.commit import read_commit
 from titan_ckpt.format.names import LOGS, parse_foreign_step
@@ -22,8 +22,7 @@ from titan_ckpt.tui.data.runs import AT_ONCE, CONFIG_PATH, NO_RESUME
 from titan_ckpt.tui.rows import counted
 from titan_ckpt.upkeep.deletion import check_whole
 
-LOG_ENDINGS = (".log", ".out", ".err", ".txt", ".stdout", ".stderr")
-EVIDENCE_ENDINGS = {".box", ".pickle", ".pkl", ".stacks", ".json", *LOG_ENDINGS}
+EVIDENCE_ENDINGS = {".box", ".pickle", ".pkl", ".stacks", ".json", *TEXT_ENDINGS}
 METRICS_PATHS = ("metrics.jsonl", "logs/metrics.jsonl")
 DEPTH = 3  # of folders below one of runs: an experiment in a project of a team
 _LOOKED_AT, _MOST_FOLDERS = 32, 256

@@ -130,7 +130,7 @@ def _combined(operator: ast.operator, left: int, right: int) -> int | None:
 def wrong_peer(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
     """P2P_CYCLE where recvs (or sends) at one line, or two of them, wait for each other in a circle; P2P_MISSING_PEER on the one
     rank whose send goes past the rank that waits for it by name. All ranks must be known to wait; `states`: of all ranks."""
-    halves = {rank: half for rank, state in states.items() if (half := _waits_in(run, state)) is not None}
+    halves = _halves(run, states)
     if any(_do_match(halves, rank) for rank in halves):
         return  # they would have met: the lines mislead
     circles = [
@@ -169,9 +169,14 @@ def wrong_peer(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
 def receivers_circle(run: Run, states: Mapping[int, Situation]) -> tuple[int, ...] | None:
     """The ranks that wait to receive from each other in a circle, by their source lines: () if there is none, None if a line does
     not tell whom its rank waits for."""
-    halves = {rank: half for rank, state in states.items() if (half := _waits_in(run, state)) is not None}
+    halves = _halves(run, states)
     is_known = len(halves) == len(states) and all(half.peer is not None for half in halves.values())
     return _circle(halves) if is_known else None
+
+
+def _halves(run: Run, states: Mapping[int, Situation]) -> dict[int, Half]:
+    """The send or recv that each rank waits in, by its source line, where that tells."""
+    return {rank: half for rank, state in states.items() if (half := _waits_in(run, state)) is not None}
 
 
 def _waits_in(run: Run, state: Situation) -> Half | None:
