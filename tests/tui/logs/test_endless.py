@@ -32,6 +32,12 @@ def test_matches_are_those_of_re_in_each_block() -> None:
         assert list(found.starts(b"a step 3")) == [2]
 
 
+def test_a_warning_about_a_pattern_does_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    with Matcher("[[a]+!", limit_s=60) as found:
+        assert list(found.starts(LINES)) == [7]
+    assert capfd.readouterr().err == ""
+
+
 def test_a_search_that_is_left_ends_its_process() -> None:
     with Matcher("(a|aa)+$", limit_s=600) as found:
         process = found._process

@@ -27,7 +27,8 @@ class Matcher:
 
     def __enter__(self) -> Matcher:
         command = [sys.executable, "-I", "-S", __file__, self._pattern, str(self._limit_s)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        pipe, none = subprocess.PIPE, subprocess.DEVNULL  # `re` warns of some patterns, in the middle of the screens
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none)
         return self
 
     def __exit__(
