@@ -245,6 +245,7 @@ def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | Non
             text.endings.is_elastic
             or (text.endings.is_torchrun and not of_file)
             or text.endings.code is not None
+            or text.endings.is_called_good
             or "launcher" in text.source
             or "torchrun" in text.source
         ):

@@ -54,6 +54,15 @@ def test_completed_pods_beside_the_log(tmp_path: Path) -> None:
     assert culprits("", tmp_path) == (1,)
 
 
+def test_another_job_that_is_complete_makes_no_job_well(tmp_path: Path) -> None:
+    (tmp_path / "job.txt").write_text(
+        "NAME      STATUS     COMPLETIONS\nprep      Complete   1/1           2m\ntrain     Running    0/4           9h\n"
+    )
+    steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
+    (tmp_path / "log.txt").write_text(steps)
+    assert diagnose(open_run(str(tmp_path)))[0].verdict != "HEALTHY"
+
+
 KERNEL = (
     "Nov 12 08:00:21 gpu-a kernel: Out of memory: Killed process 4102 ({}) total-vm:88123112kB, anon-rss:61223112kB"
 )

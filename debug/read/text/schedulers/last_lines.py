@@ -41,8 +41,8 @@ _SACCT = re.compile(
 _GOOD = re.compile(
     r"^Successfully completed\.\s*$|\bDone waiting for a return code\. Received 0 from exiting process\."
     r"|-- Job '[\w.-]{1,80}' succeeded\s*$|\bJob \d{1,9} finished \(status: SUCCEEDED\)|\bAll processes exited with code 0\s*$"
-    r"|^\S{1,120}\s+Complete\s+(?P<done>\d{1,6})/(?P=done)\s"
 )
+_COMPLETE = re.compile(r"^\S{1,120}\s+Complete\s+(?P<done>\d{1,6})/(?P=done)\s")  # of one job among those of a cluster
 # A rank's own code in words, as scripts collect them: `rank 2: exit code 1`, `rank=2 exitcode=-9`.
 _OF_RANK = re.compile(
     r"\s*(?P<who>rank|process|proc)[ _=:#]{0,2}(?P<rank>\d{1,6})[:,]? {0,4}"
@@ -79,7 +79,7 @@ def calls_it_good(text: str) -> bool:
     >>> calls_it_good("Successfully completed."), calls_it_good("exit code: 0")
     (True, False)
     """
-    return _GOOD.search(text[:400]) is not None or _SACCT.match(text) is not None
+    return any((_GOOD.search(text[:400]), _SACCT.match(text), _COMPLETE.match(text)))
 
 
 def of_rank(text: str, label: int | None = None) -> Ending | None:
