@@ -63,7 +63,7 @@ def busy_with(record: RankRecord, stack: StackSnapshot) -> tuple[Subtype, Eviden
     if record.heartbeat and record.heartbeat.phase in PHASES:
         text = f"the training loop was in phase {record.heartbeat.phase}"
         return PHASES[record.heartbeat.phase], Evidence(text=text, rank=record.rank, source=record.heartbeat.source)
-    for subtype in _words(_own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
+    for subtype in _words(own_lines(record)[-1:]) + _words([_spoken(frame) for frame in near[inner + 1 : inner + 3]]):
         return subtype, None
     return Subtype.PYTHON_LOCK if is_locked else Subtype.USER_CODE, None
 
@@ -83,7 +83,7 @@ def _neutral(path: str) -> str:
 
 def busy_by_log(record: RankRecord) -> Subtype:
     """What a rank was busy with by the last line of its log; NONE if nothing."""
-    return next(iter(_words(_own_lines(record)[-1:])), Subtype.NONE)
+    return next(iter(_words(own_lines(record)[-1:])), Subtype.NONE)
 
 
 def _spoken(frame: Frame) -> str:
@@ -112,7 +112,7 @@ def has_recorder_talk(record: RankRecord) -> bool:
     return any(_RECORDER_TALK.search(line) and not _SERVER.search(line) for line in lines)
 
 
-def _own_lines(record: RankRecord) -> list[str]:
+def own_lines(record: RankRecord) -> list[str]:
     """The last log lines that are the program's, not a monitor's."""
     return [line for line in (record.log.tail if record.log else ()) if not _RECORDER_TALK.search(line)]
 
@@ -143,7 +143,7 @@ def speaks_of_others(record: RankRecord) -> bool:
 
 def last_words(record: RankRecord) -> tuple[Evidence, ...]:
     """The last line that the program itself logged."""
-    lines = _own_lines(record)
+    lines = own_lines(record)
     if not lines or record.log is None:
         return ()
     return (

@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.waits import last_sign_ns, logs_ahead_s
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import VerdictBar
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, LATE, PENDING
+from titan_ckpt.tui.data.grid import BLANK, DONE, ENDED, FAILED, LATE, PENDING
 from titan_ckpt.tui.data.incident import diagnosed, load_incident
 from titan_ckpt.tui.data.standing import standing
 from titan_ckpt.tui.data.timeline import BARS, Window
@@ -277,3 +277,54 @@ def test_the_axis_of_a_short_window_has_different_times() -> None:
     for length in (1_000, 40_000, 9_000_000):
         labels = axis(Window(start=0, end=length), 80).split("+")[1:]
         assert len(set(labels)) == len(labels) > 2, labels
+
+
+async def test_an_operation_that_stacks_alone_show_is_opened() -> None:
+    """And not the one before it, which all that wait have done."""
+    found = await screens_of("sigkill", "236")
+    assert "#7: all_reduce" in found["2"]
+    assert "operation #7 · all_reduce · seen in stacks" in found["3"]
+    assert re.search(r"^ +3  pending +all_reduce  faults.py:109 ", found["3"], re.MULTILINE)
+    assert re.search(r"! +1  unknown, dead", found["3"])
+    app = TitanApp(find_content(str(INCIDENTS / "sigkill")), clock=lambda: NOW_S, first_screen=6)
+    async with app.run_test(size=(120, 36)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "j enter")
+        assert "operation #7" in screen_text(app)
+        for key, text in (
+            ("less_than_sign", "operation #6 · 3/4 issued, 1 unknown"),
+            ("greater_than_sign greater_than_sign", "operation #7"),
+            ("d", "no other rank to compare with"),
+        ):
+            await press(app, pilot, key)
+            assert text in screen_text(app)
+
+
+async def test_a_save_in_progress_is_on_its_screen_first() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "ckpt_io")), clock=lambda: NOW_S, first_screen=7)
+    async with app.run_test(size=(40, 12)) as pilot:
+        await settled(app, pilot)
+        lines = screen_text(app).splitlines()
+        assert "save in progress at the stop" in lines[3]
+        assert "rank 0 is stuck in checkpoint I/O" in lines[4]
+        assert 7 not in app.session.empty_screens
+        await press(app, pilot, "6")
+        assert "host code  faults.py:156" in screen_text(app)
+    other = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: NOW_S)
+    async with other.run_test(size=(40, 12)) as pilot:
+        await settled(other, pilot)
+        assert 7 in other.session.empty_screens
+
+
+def test_the_bar_of_a_rank_in_host_code_says_so() -> None:
+    incident = load_incident(str(INCIDENTS / "dataloader"))
+    rows = [row.text for row in bars_rows(incident, 100, 20)]
+    (culprit,) = [text for text in rows if text.startswith("!3 ")]
+    assert re.fullmatch(r"!3 [━ ]*━c+", culprit)
+    assert any("c in host code" in text for text in rows)
+
+
+def test_a_slow_rank_had_not_issued_what_the_others_wait_in() -> None:
+    incident = load_incident(str(INCIDENTS / "straggler"))
+    codes = grid_of(incident, incident.lanes[0]).codes
+    assert codes[:, -1].tolist() == [ENDED, BLANK, ENDED, ENDED]

@@ -187,12 +187,14 @@ def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | N
         if "time_s" in values
     ]
     steps: dict[float, tuple[float, float]] = {}
-    redone = stall = 0.0
+    redone = stall = startup = 0.0
     for event, values in events:
         if event == "save":
             stall += values.get("stall_s", 0.0)
         elif event == "start":  # what was done after the step from which it resumes is done again
             redone += sum(sum(steps.pop(step)) for step in [s for s in steps if s > values.get("step", 0.0)])
+            if "time_s" in values and "launched_s" in values:
+                startup += max(values["time_s"] - values["launched_s"], 0.0)
         elif event not in (*_BESIDE_STEPS, *_ENDS) and "step_s" in values and "step" in values:
             num = max(values.get("steps", 1.0), 1.0)
             wait = num * values.get("data_wait_s", 0.0)
@@ -205,6 +207,7 @@ def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | N
         "data": sum(wait for _, wait in steps.values()),
         "saves": stall,
         "redone": redone,
+        "startup": startup,
     }
     total = max(max(times) - min(times), sum(used.values()))
     return Goodput(seconds={**used, "other": total - sum(used.values())}, total_s=total)

@@ -17,12 +17,17 @@ from titan_ckpt.tui.data.incident import NO_FAULT, Incident, has_ended
 from titan_ckpt.tui.data.runs import NO_RESUME, RunSteps
 from titan_ckpt.tui.rows import Role, counted, ranks_named, truncate
 
+SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 LIVE_S, _RECENT_S = 30.0, 3600.0
 # For how long after its last tick a process may write more: one without an end, one whose recorder has stopped.
 _OPEN_S, _CLOSED_S = 600.0, 20.0
 _HELD_S = 600.0  # for how long after its last tick the kernel is asked about a process
 _NO_STANDSTILL = (*NO_FAULT, VerdictKind.STRAGGLER)
 _SURE = "confidence "
+_KINDS: Mapping[Subtype, str] = {
+    Subtype.CHECKPOINT_IO: "checkpoint I/O", Subtype.GIL_HELD: "GIL held", Subtype.OOM: "out of memory",
+    Subtype.PYTHON_EXCEPTION: "Python exception", Subtype.PYTHON_LOCK: "Python lock", Subtype.GC: "garbage collection",
+}  # fmt: skip
 _WORDS = ((0.9, "recorded"), (0.7, "likely"), (0.6, "check it first"), (0.5, "one of several readings"))
 
 
@@ -85,6 +90,13 @@ def _forms(fact: str) -> tuple[str, ...]:
     """
     bare = fact.partition(" (")[0]
     return fact, bare, bare.removeprefix(_SURE).replace("stuck for ", "stuck ")
+
+
+def is_saving(incident: Incident) -> bool:
+    """Whether a rank was in a save when the job stopped, by a verdict or its heartbeat."""
+    phases = (record.heartbeat.phase for record in incident.run.ranks.values() if record.heartbeat is not None)
+    has_verdict = any(verdict.subtype == Subtype.CHECKPOINT_IO for verdict in incident.verdicts)
+    return has_verdict or any(phase in SAVE_PHASES for phase in phases)
 
 
 def heartbeats(incident: Incident) -> dict[int, Heartbeat]:
@@ -219,7 +231,16 @@ def _subtype_text(incident: Incident) -> str:
     """The kind of the fault, of a killed process the signal."""
     top = incident.top
     dead = incident.run.ranks.get(top.culprits[0]) if top.culprits and top.subtype == Subtype.SIGNAL else None
-    return exit_text(dead.exit) if dead is not None and dead.exit is not None else top.subtype.replace("_", " ")
+    return exit_text(dead.exit) if dead is not None and dead.exit is not None else kind_text(top.subtype)
+
+
+def kind_text(subtype: Subtype) -> str:
+    """A subtype in words.
+
+    >>> kind_text(Subtype.CHECKPOINT_IO), kind_text(Subtype.USER_CODE)
+    ('checkpoint I/O', 'user code')
+    """
+    return _KINDS.get(subtype, subtype.replace("_", " "))
 
 
 def stop_text(incident: Incident) -> str:

@@ -12,6 +12,7 @@ from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.metrics import Goodput, Metrics
 from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
+from titan_ckpt.tui.pictures.ticks import round_ticks
 from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, row, truncate_start
 
 GUTTER = 10
@@ -86,9 +87,10 @@ def panel_rows(
         for pieces in known
     ]
     at = column_of(spot, columns, x_range) if spot is not None and x_range[0] <= spot <= x_range[1] else -1
+    ticks = _ticks(rows, y_range)
     for line in range(rows):
         spans = _spans([of_curve[line].tolist() for of_curve in cells], [curve.role for curve in curves], at)
-        yield row((f"{_tick(line, rows, y_range):>{GUTTER - 1}} ", Role.DIM), *spans)
+        yield row((f"{ticks.get(line, ''):>{GUTTER - 1}} ", Role.DIM), *spans)
     yield row((" " * GUTTER + _axis(columns, x_range), Role.DIM))
     if marked := _marks({**marks, ODD: tuple(odd)}, columns, x_range):
         yield row(" " * GUTTER, *marked)
@@ -113,13 +115,12 @@ def _shown_value(curve: Curve, spot: float | None) -> str:
     return f"   newest {number(float(curve.values[known][-1]))}{how}" if known.any() else ""
 
 
-def _tick(line: int, rows: int, over: Range) -> str:
-    """The scale at the first, the middle and the last line."""
+def _ticks(rows: int, over: Range) -> dict[int, str]:
+    """The scale, by line: round numbers, two lines or more apart."""
     if over[0] == over[1]:
-        return number(over[0]) if line == rows // 2 else ""
-    if line not in (0, rows // 2, rows - 1) or (line == rows // 2 and rows < 5):
-        return ""
-    return number(over[1] - (over[1] - over[0]) * line / max(rows - 1, 1))
+        return {rows // 2: number(over[0])}
+    ticks = round_ticks(*over, max(2 * rows // 3, 1))
+    return {rows - 1 - int((tick - over[0]) / (over[1] - over[0]) * (rows - 1e-9)): number(tick) for tick in ticks}
 
 
 def _spans(lines: Sequence[Sequence[int]], roles: Sequence[Role], spot: int) -> Iterator[TextSpan]:
@@ -135,13 +136,12 @@ def _spans(lines: Sequence[Sequence[int]], roles: Sequence[Role], spot: int) -> 
 
 
 def _axis(columns: int, over: Range) -> str:
-    """A whole step near each quarter, its first digit in the step's column; the last one ends at the right edge."""
-    text = number(over[0])
-    for part in range(1, 5):
-        step = round(over[0] + (over[1] - over[0]) * part / 4)
+    """Round steps, the first digit of each in its step's column; that of one at the right edge is left of it."""
+    text = ""
+    for step in round_ticks(*over, max(columns // 8, 1), 1.0):
         name = number(step)
-        start = columns - len(name) if part == 4 else column_of(step, columns, over)
-        if over[1] > over[0] and start > len(text) + 1:
+        start = min(column_of(step, columns, over), columns - len(name))
+        if not text or start > len(text) + 1:
             text = f"{text:<{start}}{name}"
     return text
 
@@ -208,7 +208,7 @@ def with_unit(title: str, value: float) -> str:
 
 # The characters differ where a terminal has no colours, too.
 _SHARES = (("steps", "━", Role.GOOD), ("data", "╍", Role.NOTE), ("saves", "█", Role.WARN), ("redone", "x", Role.BAD),
-           ("other", "·", Role.DIM))  # fmt: skip
+           ("startup", "s", Role.DIM), ("other", "·", Role.DIM))  # fmt: skip
 
 
 def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:

@@ -14,7 +14,7 @@ from titan_ckpt.debug.incident.records import SEND, Frame, Operation, RankRecord
 from titan_ckpt.tui.data.grid import DONE, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident
 from titan_ckpt.tui.data.logs.index import LogIndex
-from titan_ckpt.tui.data.standing import exit_text, fault_elsewhere, process_text
+from titan_ckpt.tui.data.standing import exit_text, fault_elsewhere, kind_text, process_text
 from titan_ckpt.tui.pictures.stacks import stack_of
 from titan_ckpt.tui.rows import (
     CULPRIT,
@@ -65,7 +65,7 @@ def rank_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     if is_culprit and (found := fault_elsewhere(incident, rank)) is not None:
         place = place_text(f"{found[0]}:{found[1]}", max(width - _NAME, 12))
         yield from fact("fault at", place, width, Role.BAD, at=found)
-    detail = f" ({state.detail})" if state.detail else ""
+    detail = f" ({kind_text(state.detail)})" if state.detail else ""
     yield from fact("state", f"{glyph.char} {incident.doing(rank)}{detail}", width, glyph.role, link)
     yield from fact("step", _step_text(record), width)
     yield from fact("exit", exit_text(record.exit) if record.exit is not None else "", width)
@@ -202,7 +202,7 @@ def _lag_text(incident: Incident, lane: Lane, column: int, rank: int, op: Operat
     created = {i: int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist()}
     mine_ns = op.created_ns - ahead[lane.members.index(rank)]
     lag_s = (mine_ns - min((time - ahead[i] for i, time in created.items() if time), default=mine_ns)) / 1e9
-    return f"{format_duration(lag_s)} after the first rank" if lag_s >= 1e-3 else "with the first rank"
+    return f"{format_duration(lag_s)} after the first rank" if round(lag_s * 1e3) else "with the first rank"
 
 
 def log_rows(logs: LogIndex, source: str, line: int, width: int) -> Iterator[Row]:

@@ -19,6 +19,7 @@ from titan_ckpt.tui.data.timeline import (
     BARS,
     DEAD,
     FROZEN,
+    IN_CODE,
     StepTimes,
     Window,
     last_window,
@@ -26,13 +27,14 @@ from titan_ckpt.tui.data.timeline import (
     step_times,
     with_waits,
 )
+from titan_ckpt.tui.pictures.ticks import time_text, time_ticks
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, row, truncate
 
 _FEW_RANKS = 24
-_SHORT_NS, _SHORTEST_NS = 4_000_000, 40_000
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
 _STOP = "╎"
 _HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
+_IN_CODE = (RankState.ON_CPU, RankState.GIL_HELD)
 
 
 def parties(incident: Incident, most: int) -> list[tuple[int, ...]]:
@@ -102,8 +104,10 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
     codes = rank_codes(
         table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_over=incident.is_over
     )
-    if stop >= 0 and _waits_unseen(incident, rank):
-        codes[int(np.flatnonzero(codes).max(initial=-1)) + 1 :] = PENDING
+    state = incident.states.get(rank)
+    after = PENDING if _waits_unseen(incident, rank) else IN_CODE if state is not None and state.kind in _IN_CODE else 0
+    if stop >= 0 and after:
+        codes[int(np.flatnonzero(codes).max(initial=-1)) + 1 :] = after
     for lane in incident.lanes if incident.is_slow else ():
         if rank in lane.members and not incident.is_p2p(lane):
             last_ns = incident.last_issued_ns[lane.group]
@@ -122,7 +126,7 @@ def _after_its_end(incident: Incident, rank: int, codes: list[int], window: Wind
     signs = (
         *newest,
         record.heartbeat.alive_ns if record.heartbeat is not None else 0,
-        int((record.exit.time_s or 0) * 1e9) if record.exit is not None else 0,
+        int((record.exit.time_s or 0) * 1e9) if record.exit is not None and code == DEAD else 0,
         int((record.log.last_time_s or 0) * 1e9) if record.log is not None else 0,
     )
     last_ns = max(signs)
@@ -175,20 +179,12 @@ def bar_spans(codes: Sequence[int], stop: int = -1, spot: int | None = None) -> 
 def axis(window: Window, cells: int) -> str:
     """Times since the start of the window, each above its cell."""
     text = "0"
-    for part in range(1, 5):
-        cell = cells * part // 4
-        name = f"+{_span_text(window.length * part / 4, window.length)}"
-        start = cell - len(name) if part == 4 else cell
-        if start > len(text) + 1:
+    for time_s in time_ticks(window.length / 1e9, max(min(cells // 12, 8), 2))[1:]:
+        name = f"+{time_text(time_s)}"
+        start = round(time_s * 1e9 * cells / window.length)
+        if len(text) + 1 < start <= cells - len(name):
             text = f"{text:<{start}}{name}"
     return text
-
-
-def _span_text(time_ns: float, length_ns: int) -> str:
-    """A time in a window, in a unit in which the parts of the window differ."""
-    if length_ns >= _SHORT_NS:
-        return format_duration(time_ns / 1e9)
-    return f"{time_ns / 1000:,.0f} us" if length_ns >= _SHORTEST_NS else f"{time_ns / 1000:g} us"
 
 
 def step_rows(incident: Incident, width: int) -> Iterator[Row]:

@@ -26,6 +26,7 @@ from titan_ckpt.sharding.mesh import MeshSpec
 from titan_ckpt.sharding.placement import format_placements
 from titan_ckpt.tui.data.incident import SITUATIONS, Incident, frame_text
 from titan_ckpt.tui.data.runs import UNUSABLE, RunStep, RunSteps, StepCopy, StepState
+from titan_ckpt.tui.data.standing import SAVE_PHASES
 from titan_ckpt.tui.pictures.run_list import since
 from titan_ckpt.tui.pictures.saves import size_text
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, counted, head, ranks_named, row, wrapped
@@ -43,7 +44,6 @@ ROLES: Mapping[StepState, Role] = {
 }
 _TENSOR_HEAD = ("shape", "dtype", "chunks", "cut")
 _MARGIN = f"{'':12}"
-SAVE_PHASES = ("ckpt_stage", "ckpt_upload", "ckpt_commit")
 
 
 def step_rows(found: RunSteps, pinned: int | None, now_s: float, width: int) -> Iterator[Row]:
@@ -272,8 +272,7 @@ def saving_rows(incident: Incident, width: int = 76) -> Iterator[Row]:
     io = [verdict for verdict in incident.verdicts if verdict.subtype == Subtype.CHECKPOINT_IO]
     if not saving and not io:
         return
-    yield row()
-    yield head(f"save in progress when the job stopped ({incident.run.incident or 'this incident'})")
+    yield head(f"save in progress at the stop ({incident.run.incident or 'this incident'})")
     for (phase, step), ranks in sorted(saving.items(), key=lambda item: (item[0][1], SAVE_PHASES.index(item[0][0]))):
         newest = max(beats[rank].phase_ns for rank in ranks)
         since = max((beats[rank].alive_ns - newest) / 1e9 for rank in ranks)
@@ -298,7 +297,9 @@ def _place_rows(incident: Incident) -> Iterator[Row]:
         places.setdefault((state.kind, place), []).append(rank)
     for (kind, place), ranks in places.items():
         glyph = SITUATIONS[kind]
-        text = f"{ranks_named(ranks, 4)}: {incident.doing(ranks[0])}, {place}"
+        doing = incident.doing(ranks[0])
+        doing = doing.replace("was ", "were ", 1) if len(ranks) > 1 else doing
+        text = f"{ranks_named(ranks, 4)}: {doing}, {place}"
         mark = CULPRIT if incident.top.culprits and set(ranks) <= set(incident.top.culprits) else " "
         yield row(
             (f" {mark}{glyph.char} ", Role.BAD if mark == CULPRIT else glyph.role),

@@ -158,8 +158,10 @@ class CheckpointsPane(Pane):
         if self._opened is not None:
             return RowList(tensor_rows(self._opened))
         incident = self.session.incident.value
-        saving = saving_rows(incident, width) if incident is not None else ()
-        return RowList([*self._list(width), *saving])
+        saving = list(saving_rows(incident, width)) if incident is not None else []
+        has_list = self.session.runs.value is not None or self.session.checkpoints.value is not None
+        above, below = ([], [row(), *saving]) if has_list else ([*saving, row()], [])
+        return RowList([*(above if saving else ()), *self._list(width), *(below if saving else ())])
 
     def _list(self, width: int) -> Iterable[Row]:
         steps, runs, now_s = self.session.checkpoints, self.session.runs, self.session.clock()

@@ -13,8 +13,9 @@ from titan_ckpt.debug.diagnosis.mismatches.splits import splits_text
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import RankState
 from titan_ckpt.debug.incident.records import Frame, Operation
-from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, usual_signature
+from titan_ckpt.tui.data.grid import ABSENT, ENDED, FAILED, GLYPHS, LATE, PENDING, usual_signature
 from titan_ckpt.tui.data.incident import Incident
+from titan_ckpt.tui.data.unseen import Unseen, unseen_operation
 from titan_ckpt.tui.pictures.details import rank_rows, signature_text
 from titan_ckpt.tui.rows import (
     CULPRIT,
@@ -73,6 +74,10 @@ class CollectivePane(Pane):
         if incident is None or not incident.lanes:
             return "operation"
         lane, seq = current_lane(self.session, incident), current_seq(self.session, incident)
+        unseen = unseen_operation(incident, lane)
+        if unseen is not None and unseen.seq == seq:
+            facts = [f"group {incident.name_of(lane)}", f"operation #{seq}", unseen.op, "seen in stacks"]
+            return " · ".join(filter(None, facts))
         at, codes = lane.row[:, seq - lane.first_seq], lane.signature[:, seq - lane.first_seq]
         usual = usual_signature(codes)
         one = next((i for i, code in enumerate(codes.tolist()) if code == usual >= 0), None)
@@ -129,7 +134,9 @@ class CollectivePane(Pane):
         if incident is not None and incident.lanes:
             lane = current_lane(self.session, incident)
             here = current_seq(self.session, incident)
-            self.session.seq = max(lane.first_seq, min(here + by, max(lane.last_issued, here)))
+            unseen = unseen_operation(incident, lane)
+            last = lane.last_issued if unseen is None else unseen.seq
+            self.session.seq = max(lane.first_seq, min(here + by, max(last, here)))
             self.update_rows()
 
     def action_difference(self) -> None:
@@ -155,6 +162,8 @@ def rank_to_compare(lane: Lane, seq: int, rank: int, pinned: int | None) -> int 
     """The rank to compare `rank` with; None if it is the only one."""
     if pinned in lane.members and pinned != rank:
         return pinned
+    if seq - lane.first_seq >= lane.row.shape[1]:
+        return None
     column = lane.signature[:, seq - lane.first_seq]
     usual = usual_signature(column)
     others = [
@@ -175,8 +184,9 @@ def current_lane(session: Session, incident: Incident) -> Lane:
 def current_seq(session: Session, incident: Incident) -> int:
     """The selected operation, else the one in which the group stands."""
     lane = current_lane(session, incident)
-    last = lane.first_seq + lane.row.shape[1] - 1
-    wanted = session.seq if session.seq is not None else incident.stands_at(lane)
+    unseen = unseen_operation(incident, lane)
+    last = lane.first_seq + lane.row.shape[1] - 1 if unseen is None else unseen.seq
+    wanted = session.seq if session.seq is not None else last if unseen is not None else incident.stands_at(lane)
     return int(max(lane.first_seq, min(wanted, last)))
 
 
@@ -186,14 +196,18 @@ class CollectiveRows:
     def __init__(self, session: Session, incident: Incident, tree: list[Row]) -> None:
         lane = current_lane(session, incident)
         column = current_seq(session, incident) - lane.first_seq
+        self._unseen = unseen_operation(incident, lane) if column == lane.row.shape[1] else None
         self._session, self._incident, self._members = session, incident, lane.members
         self._state_width = len(GLYPHS[ENDED].label) + 2 if incident.is_over else _STATE
         self._key = lane.group, current_seq(session, incident)
-        self._at, signature = lane.row[:, column], lane.signature[:, column]
+        none = np.full(len(lane.members), -1)
+        self._at, signature = (lane.row[:, column], lane.signature[:, column]) if self._unseen is None else (none, none)
         self._is_other = (signature >= 0) & (signature != usual_signature(signature))
-        self._is_recorded = bool((self._at >= 0).any())
+        self._is_recorded = bool((self._at >= 0).any()) or self._unseen is not None
         self._is_unknown = (self._at < 0) & lane.is_silent
         is_absent = (self._at < 0) & ~lane.is_silent & self._is_recorded
+        if self._unseen is not None:
+            is_absent &= np.isin(lane.members, list(self._unseen.awaited))
         self._is_p2p = incident.is_p2p(lane)
         if self._is_p2p:  # a rank may have fewer sends and receives than others
             is_absent = np.zeros(len(self._at), bool)
@@ -226,6 +240,8 @@ class CollectiveRows:
         op = self._incident.run.operation(rank, at) if at >= 0 else None
         if not self._is_recorded:
             return row(f" {rank:>5}  not recorded on any rank", link=RowLink(screen=6, rank=rank))
+        if self._unseen is not None and rank in self._unseen.waiters:
+            return self._unseen_row(rank, self._unseen, width)
         if op is None and not self._is_absent[place]:
             is_at_fault = rank in self._incident.top.culprits
             what: TextSpan = ("unknown", Role.WARN) if self._is_unknown[place] else ("none", Role.PLAIN)
@@ -268,6 +284,16 @@ class CollectiveRows:
         return row((f"{mark}{rank:>5}  ", mark_role), (f"{state_text:<{self._state_width}}", role), lag,
                    (f"{other}{what}", role if is_other else Role.PLAIN), (line, Role.DIM), (shown, Role.DIM), link=link,
                    is_problem=is_other, at=_at(frame))  # fmt: skip
+
+    def _unseen_row(self, rank: int, unseen: Unseen, width: int) -> Row:
+        """A rank whose stack alone shows that it waits in the operation."""
+        state = self._incident.states.get(rank)
+        frame = state.frame if state is not None else None
+        start = f"{self._lag('', width)}    {unseen.op}"
+        line = _place(frame, width - 8 - self._state_width - len(start))
+        glyph = GLYPHS[PENDING]
+        return row((f" {rank:>5}  ", Role.PLAIN), (f"{glyph.label:<{self._state_width}}", glyph.role), start,
+                   (line, Role.DIM), link=RowLink(screen=6, rank=rank), at=_at(frame))  # fmt: skip
 
     def _absent_row(self, rank: int, mark: TextSpan, width: int) -> Row:
         """A rank that has not issued the operation: of a slow job it is late, of one that goes on it will, else it is absent."""

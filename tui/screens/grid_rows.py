@@ -33,6 +33,7 @@ from titan_ckpt.tui.data.grid import (
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.p2p import different_halves
 from titan_ckpt.tui.data.timeline import BARS, Window, build_time_grid
+from titan_ckpt.tui.data.unseen import unseen_operation
 from titan_ckpt.tui.pictures.timeline import bar_spans
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, ranks_named, row, truncate, wrapped
 from titan_ckpt.tui.widgets.line_view import MARK, MORE_LEFT, MORE_RIGHT
@@ -61,7 +62,7 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
             is_failed = lane.row[place] == incident.failed[lane.members[place]]
             grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
         if incident.is_slow:
-            grid.codes[grid.codes == ABSENT] = ENDED if incident.is_over else LATE
+            grid.codes[grid.codes == ABSENT] = BLANK if incident.is_over else LATE
         elif incident.is_running:
             grid.codes[grid.codes == ABSENT] = BLANK
     else:
@@ -77,18 +78,17 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
 
 def with_unseen(incident: Incident, lane: Lane, grid: Grid) -> Grid:
     """The heatmap with a column for the operation that ranks wait in and no recorder holds, after the last one that is done."""
-    after = [edge for edge in incident.edges if edge.group == lane.group and edge.is_after and not edge.is_p2p]
-    if not after or after[0].seq != grid.first + grid.codes.shape[1] - 1:
+    unseen = unseen_operation(incident, lane)
+    if unseen is None:
         return grid
     place = {rank: i for i, rank in enumerate(lane.members)}
     column = np.zeros((len(lane.members), 1), np.uint8)
     column[lane.is_silent] = SILENT
-    column[[place[edge.awaited] for edge in after if not lane.is_silent[place[edge.awaited]]]] = ABSENT
-    column[[place[edge.waiter] for edge in after]] = PENDING
-    call = next(filter(None, (incident.states[edge.waiter].call for edge in after)), "")
+    column[[place[rank] for rank in unseen.awaited if not lane.is_silent[place[rank]]]] = ABSENT
+    column[[place[rank] for rank in unseen.waiters]] = PENDING
     return replace(
-        grid, codes=np.hstack([grid.codes, column]), stand=grid.codes.shape[1], stand_op=call,
-        operations=(*grid.operations, call) if grid.operations else (),
+        grid, codes=np.hstack([grid.codes, column]), stand=grid.codes.shape[1], stand_op=unseen.op,
+        operations=(*grid.operations, unseen.op) if grid.operations else (),
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 import numpy as np
 
 from titan_ckpt.console.ranks import ranks_text
-from titan_ckpt.debug.incident.records import RankLog
+from titan_ckpt.debug.incident.busy_with import own_lines
+from titan_ckpt.debug.incident.records import LogEvent, RankLog, RankRecord
 from titan_ckpt.debug.incident.waits import logs_ahead_s
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.logs.index import LogIndex, LogLine, Positions
@@ -22,6 +23,7 @@ _AT_ONE_TIME = 256  # lines of one millisecond that are looked at
 _AFTER_MS = 1000  # a rank may log on for so long after another one began to wait
 _WIDE, _NARROW, _KEPT_LINES = 125, 60, 256
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d (\d\d:\d\d:\d\d,\d{3}) ([A-Z]+) \[rank \d+[^\]]*\] (?:\w+\.)+(\w+): ")
+_OF_RANK = re.compile(r"\[rank ?\d+\]:? ?")
 # What stands before a message: a date, a time, a rank, a level, or torch's own prefix with its process and line.
 _BEFORE = re.compile(
     r"(?:[IWEF]\d{4} |\d{4}-\d\d-\d\d[T ])?(?:(?P<clock>\d\d:\d\d:\d\d)(?:[.,]\d+)?Z? ?)?(?:\d+ \S+:\d+\] ?)?"
@@ -128,9 +130,28 @@ def last_line(rows: LogRows, incident: Incident) -> int | None:
     steps = log.step_times.values() if log is not None else ()
     stop_s = max([incident.began_ns / 1e9 + logs_ahead_s(incident.run), *steps])
     if not incident.began_ns or incident.is_slow:
-        return rows.last_of(incident.foremost, None)
+        last = rows.last_of(incident.foremost, None)
+        return last if last is None else _own_last(rows.index, incident.run.ranks.get(incident.foremost), last)
     last, later = (rows.last_of(incident.foremost, int(stop_s * 1000) + after_ms) for after_ms in (0, _AFTER_MS))
     return later if last is None or later is None else _last_calm(rows.index, log, last, later)
+
+
+def first_told(index: LogIndex, event: LogEvent) -> int | None:
+    """The line of an error: the first that tells of it, which may be a record of the program's above its traceback."""
+    line = index.line_at(event.source, event.line)
+    if line is None or not event.text:
+        return line
+    start = max(line - event.line + 1, line - _AT_ONE_TIME)
+    errors = (start + np.flatnonzero(index.level[start:line] == ERROR)).tolist()
+    return next((each for each in errors if event.text in index.read(each).text), line)
+
+
+def _own_last(index: LogIndex, record: RankRecord | None, last: int) -> int:
+    """The last line that the program itself logged, before what its recorder or a signal handler did; else `last`."""
+    words = own_lines(record)[-1:] if record is not None else []
+    places = range(last, max(last - _AT_ONE_TIME, -1), -1)
+    told = ((place, _OF_RANK.sub("", index.read(place).text)) for place in places if words)
+    return next((place for place, text in told if words[0].strip() in text), last)
 
 
 def _last_calm(index: LogIndex, log: RankLog | None, first: int, last: int) -> int:

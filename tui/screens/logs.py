@@ -20,7 +20,7 @@ from titan_ckpt.tui.data.logs.filter import FOLD_LINES, LogQuery, LogView, parse
 from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
 from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate, wrapped
-from titan_ckpt.tui.screens.log_rows import ROLES, LogRows, last_line
+from titan_ckpt.tui.screens.log_rows import ROLES, LogRows, first_told, last_line
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
@@ -148,7 +148,7 @@ class LogsPane(Pane):
     def _cause(self, logs: LogIndex) -> int | None:
         incident = self.session.incident.value
         event = first_error(incident) if incident is not None else None
-        return logs.line_at(event.source, event.line) if event is not None else None
+        return first_told(logs, event) if event is not None else None
 
     def _run_query(self, logs: LogIndex, query: LogQuery) -> None:
         """Run a query in a thread and show results as they come, until the query changes."""

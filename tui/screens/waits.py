@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.debug.incident.waits import Wait
 from titan_ckpt.tui.data.grid import ENDED, ENDED_TEXT, GLYPHS
 from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident, frame_text
-from titan_ckpt.tui.data.standing import fault_elsewhere
+from titan_ckpt.tui.data.standing import fault_elsewhere, kind_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, piece, row, with_place
@@ -151,7 +151,7 @@ def _tree(
         why = "".join(text for text, _ in _why(incident, edge)) if edge is not None else ""
         if rank in shown:
             yield row(
-                f"  {'  ' * min(depth, 12)}rank {rank} {why}", (" (above)", Role.DIM), link=RowLink(screen=6, rank=rank)
+                f"{_indent(depth, width)}rank {rank} {why}", (" (above)", Role.DIM), link=RowLink(screen=6, rank=rank)
             )
             continue
         shown.add(rank)
@@ -160,7 +160,7 @@ def _tree(
         yield from (_fold_row(incident, alike, depth + 1, width) for alike in folded)
         shown.update(edge.waiter for alike in folded for edge in alike)
         if len(edges) > MAX_WAITERS:
-            yield row((f"  {'  ' * (depth + 1)}and {counted(len(edges) - MAX_WAITERS, 'more rank')}", Role.DIM))
+            yield row((f"{_indent(depth + 1, width)}and {counted(len(edges) - MAX_WAITERS, 'more rank')}", Role.DIM))
         stack += [(edge.waiter, depth + 1, edge) for edge in edges[-MAX_WAITERS:]]
 
 
@@ -183,7 +183,7 @@ def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> 
     state = incident.states[ranks[0]]
     glyph = SITUATIONS[state.kind]
     start = f"{glyph.char} {len(ranks):,} ranks wait for {edges[0].awaited}: "
-    indent = " " * (2 * min(depth, 12) + 2)
+    indent = _indent(depth, width)
     parts = [(f"{ranks_text(ranks, 3)} · ", 0), *_why(incident, edges[0])]
     text = _fitting(parts, state.frame, width - len(start) - len(indent))
     return row(indent, (start, glyph.role), text, link=_link_of(incident, edges[0]))
@@ -194,7 +194,7 @@ def _link_of(incident: Incident, edge: Edge) -> RowLink:
     name = incident.group_name(edge.group, is_p2p=edge.is_p2p) if edge.group >= 0 else None
     if name is None or edge.is_p2p:
         return RowLink(screen=2, group=name, rank=edge.waiter)
-    seq = edge.seq if edge.seq >= 0 else None
+    seq = edge.seq + edge.is_after if edge.seq >= 0 else None
     return RowLink(screen=3, group=name, seq=seq, rank=edge.waiter)
 
 
@@ -248,19 +248,33 @@ def _rank_row(
         pending = incident.wait_of.get(rank)
     glyph, is_culprit = SITUATIONS[state.kind], rank in incident.top.culprits
     slow = next((e.text for e in incident.top.evidence if incident.is_slow and is_culprit and e.rank == rank), "")
-    what = [(slow or incident.doing(rank), 0)] if pending is None else _pending_parts(incident, pending)
-    parts = [*(what if edge is None else _why(incident, edge)), (f" ({state.detail})" if state.detail else "", 2)]
+    what = _doing_parts(slow or incident.doing(rank)) if pending is None else _pending_parts(incident, pending)
+    parts = [
+        *(what if edge is None else _why(incident, edge)),
+        (f" ({kind_text(state.detail)})" if state.detail else "", 2),
+    ]
     wait = pending if pending is not None else incident.wait_of.get(rank)
     frame = state.frame if pending is None else None
     frame = frame if frame is not None or wait is None else _frame_of(wait)
     named = "" if width < _NARROW else f"culprit{_fault_text(incident, rank)}: "
     mark = f"{CULPRIT} {named}" if is_culprit else ""
-    indent = 2 * min(depth, 12)
-    return row(" " * (indent + 2), (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
-               _fitting(parts, frame, width - 10 - len(str(rank)) - indent - len(mark)),
+    indent = _indent(depth, width)
+    return row(indent, (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
+               _fitting(parts, frame, width - 8 - len(str(rank)) - len(indent) - len(mark)),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
                at=(frame.file, frame.line) if frame else None)  # fmt: skip
+
+
+def _indent(depth: int, width: int) -> str:
+    """What stands before a rank, `depth` waits from the one that all wait for."""
+    return " " * (2 + (1 if width < _NARROW else 2) * min(depth, 12))
+
+
+def _doing_parts(text: str) -> list[tuple[str, int]]:
+    """What a rank did, as the parts of `with_place`: before the name of the file is cut, `was in` goes."""
+    start = next((words for words in ("was in ", "in ") if text.startswith(words)), "")
+    return [(start, 1), (text.removeprefix(start), 0)]
 
 
 def _fault_text(incident: Incident, rank: int) -> str:

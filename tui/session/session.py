@@ -13,6 +13,7 @@ from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.metrics import Metrics
 from titan_ckpt.tui.data.run_folders import Runs
 from titan_ckpt.tui.data.runs import CopyKey, RunSteps
+from titan_ckpt.tui.data.standing import is_saving
 
 T = TypeVar("T")
 
@@ -78,8 +79,10 @@ class Session:
             7: (self.checkpoints, self.runs), 8: (self.metrics,),
         }  # fmt: skip
         empty = {number for number, parts in needs.items() if all(p.value is None and not p.is_loading for p in parts)}
-        has_operations = self.incident.value is None or bool(self.incident.value.lanes)
-        return frozenset(empty if has_operations else empty | {2, 3, 4})
+        incident = self.incident.value
+        has_operations = incident is None or bool(incident.lanes)
+        has_save = incident is not None and is_saving(incident)
+        return frozenset((empty if has_operations else empty | {2, 3, 4}) - ({7} if has_save else set()))
 
     def name_logs(self) -> None:
         """Tell the logs whose they are where only their lines name a rank."""

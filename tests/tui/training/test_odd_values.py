@@ -67,7 +67,8 @@ def test_a_label_of_the_axis_stands_above_the_mark_of_its_step() -> None:
         curve = Curve(steps=steps, values=steps, role=Role.PLAIN)
         *_, axis, _ = panel_rows("loss", [curve], {"s": steps.tolist()}, None, 130, 5)
         labels = axis.text.split()
-        assert len(labels) == 5
+        assert labels[-1] == str(last)
+        assert len(labels) in (6, 8)
         for label in labels[:-1]:  # the last one ends at the edge
             alone = [*panel_rows("loss", [curve], {"s": [float(label)]}, None, 130, 5)][-1]
             assert alone.text.index("s") == axis.text.index(f" {label}") + 1
