@@ -128,10 +128,11 @@ def _stack_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
 
 
 def frame_rows(frames: Iterable[Frame], width: int) -> Iterator[Row]:
-    """A line per call of the user's code, with its source if that was recorded; libraries are counted."""
-    num_library = 0
+    """A line per call of the user's code, with its source if that was recorded; libraries are counted where there is any."""
+    num_library, frames = 0, list(frames)
+    has_own = not all(map(is_library, frames))
     for frame in frames:
-        if is_library(frame):
+        if has_own and is_library(frame):
             num_library += 1
             continue
         if num_library:

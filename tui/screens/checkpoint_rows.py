@@ -68,8 +68,10 @@ def _step_rows(step: RunStep, has_tiers: bool, is_pinned: bool, now_s: float, wi
     facts = f"{tier}{kind:<8} {size_text(best):>9}  {since(best.written_s, now_s):>12}"
     facts += f"  {commit.mesh or '1'}" if commit is not None else ""
     is_problem = any(copy.state in UNUSABLE for copy in step.copies)
-    yield row(f"{'*' if is_pinned else ' '}{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts,
-              link=link, is_problem=is_problem)  # fmt: skip
+    mark = CULPRIT if step.best.state in UNUSABLE else "*" if is_pinned else " "
+    role = Role.BAD if mark == CULPRIT else Role.PLAIN
+    yield row((mark, role), f"{step.step:>9}  ", (f"{best.state:<10} ", ROLES[best.state]), facts, link=link,
+              is_problem=is_problem)  # fmt: skip
     for copy in step.copies:
         for line in wrapped(problem, width - 12, "  ") if (problem := _problem(copy, has_tiers)) else ():
             yield row(_MARGIN, (line, Role.DIM), link=link)

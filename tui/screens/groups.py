@@ -98,17 +98,16 @@ def group_rows(incident: Incident, width: int) -> Iterator[Row]:
     yield head(f"{''.join(text for text, _ in _beginning('group', 'ranks', columns))}{numbers}outliers")
     for lane, name in zip(lanes, names, strict=True):
         group = incident.name_of(lane)
-        if incident.is_p2p(lane):
-            yield _p2p_row(incident, lane, name, columns, " " * len(numbers))
+        odd = lane_outliers(incident, lane)
+        if incident.is_p2p(lane):  # their operations have no common number
+            yield row(*_beginning(name, ranks_text(lane.members, 4), columns), " " * len(numbers),
+                      *(odd or [("none", Role.DIM)]), link=RowLink(screen=2, group=group),
+                      is_problem=any(role == Role.BAD for _, role in odd))  # fmt: skip
             continue
         newest = max((int(n) for n in lane.last), default=-1)
         everybody = min((int(n) - (not done) for n, done in zip(lane.last, lane.done, strict=True)), default=-1)
-        odd = [] if incident.is_over else _culprits_first(incident, lane, outliers(lane, newest, incident))
         last = (GLYPHS[ENDED].label if is_narrow else ENDED_TEXT) if incident.is_over and newest > everybody else "none"
         done = "" if is_narrow else f"{f'#{everybody}' if everybody >= lane.first_seq else '-':>9} {f'#{newest}':>7}  "
-        if incident.is_late_in(lane):
-            late = [rank for rank in incident.top.culprits if rank in lane.members]
-            odd = [(f"{CULPRIT} {ranks_named(late, 4)} late", Role.BAD), *odd]
         yield row(*_beginning(name, ranks_text(lane.members, 4), columns), done,
                   *(odd or [(last, Role.DIM)]), link=RowLink(screen=2, group=group),
                   is_problem=bool(odd) and not incident.is_running)  # fmt: skip
@@ -129,9 +128,19 @@ def _beginning(name: str, ranks: str, columns: tuple[int, int]) -> list[tuple[st
     return [*found, (fitted(ranks, columns[1]), Role.PLAIN), (" ", Role.PLAIN)] if columns[1] else found
 
 
-def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int], gap: str) -> Row:
-    """Sends and receives of a group; they have no common number (`gap` is in its place), so that only ranks that wait or left one
-    out are named."""
+def lane_outliers(incident: Incident, lane: Lane) -> list[TextSpan]:
+    """The ranks of a lane that did not do what the others did; of a job that was only slow, those that came late."""
+    late = [rank for rank in incident.top.culprits if rank in lane.members] if incident.is_late_in(lane) else []
+    odd: list[TextSpan] = [(f"{CULPRIT} {ranks_named(late, 4)} late", Role.BAD)] if late else []
+    if incident.is_over:
+        return odd
+    newest = max((int(n) for n in lane.last), default=-1)
+    found = _p2p_outliers(incident, lane) if incident.is_p2p(lane) else outliers(lane, newest, incident)
+    return [*odd, *_culprits_first(incident, lane, found)]
+
+
+def _p2p_outliers(incident: Incident, lane: Lane) -> list[TextSpan]:
+    """The ranks that wait in sends and receives, or left one out."""
     awaited = (lane.members[place] for place in missing_halves(lane, incident.edges))
     missing = [rank for rank in awaited if rank in incident.top.culprits]
     waiting = [rank for rank in lane.members if incident.states[rank].kind == RankState.IN_P2P]
@@ -142,12 +151,7 @@ def _p2p_row(incident: Incident, lane: Lane, name: str, columns: tuple[int, int]
         odd.append((f"{ranks_named(missing[-1:])} differs at {ordinal(lane.first_seq + column)}", Role.BAD))
     waiting = [rank for rank in waiting if rank not in missing]
     role: Role = Role.PLAIN if missing else Role.WARN
-    odd += [(f"{ranks_named(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
-    odd = [] if incident.is_over else _culprits_first(incident, lane, odd)
-    return row(*_beginning(name, ranks_text(lane.members, 4), columns), gap,
-               *(odd or [("none", Role.DIM)]),
-               link=RowLink(screen=2, group=incident.name_of(lane)),
-               is_problem=any(role == Role.BAD for _, role in odd))  # fmt: skip
+    return odd + [(f"{ranks_named(waiting, 4)} wait{'s' * (len(waiting) == 1)}", role)] * bool(waiting)
 
 
 def _culprits_first(incident: Incident, lane: Lane, odd: Sequence[TextSpan]) -> list[TextSpan]:
@@ -202,6 +206,8 @@ def member_rows(incident: Incident, group: str, width: int) -> Iterator[Row]:
     """The members of a group, each with its newest operation and its state."""
     lane = incident.lanes[incident.lane_of(group)]
     yield row((group, Role.BOLD), f"  {counted(len(lane.members), 'rank')}: {ranks_text(lane.members, 6)}")
+    for line in wrapped("".join(text for text, _ in lane_outliers(incident, lane)), width - 2):
+        yield row("  ", (line, Role.NOTE))
     shown = lane.members[:MAX_MEMBERS]
     texts = [_newest_text(incident, lane, place) for place in range(len(shown))]
     column = max(map(len, texts), default=0) + 2

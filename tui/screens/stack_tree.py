@@ -40,7 +40,8 @@ def _node_rows(
     ended = [rank for rank, frames in stacks.items() if depth == len(frames)]
     is_fork = len(nodes) + bool(ended) > 1
     below_indent = min(indent + 2, _MOST_INDENT) if is_fork else indent
-    for number, below in enumerate(sorted(nodes.values(), key=min), 1):
+    culprits_first = sorted(nodes.values(), key=lambda below: (not below.keys() <= culprits, min(below)))
+    for number, below in enumerate(culprits_first, 1):
         frame = below[min(below)][depth]
         branch = "└ " if number == len(nodes) else "├ "
         space = f"  {' ' * indent}{branch if is_fork and indent < _MOST_INDENT else ''}"

@@ -259,7 +259,7 @@ def _rank_row(
     named = "" if width < _NARROW else f"culprit{_fault_text(incident, rank)}: "
     mark = f"{CULPRIT} {named}" if is_culprit else ""
     indent = _indent(depth, width)
-    return row(indent, (f"{glyph.char} rank {rank} ", glyph.role), (mark, Role.BAD),
+    return row(indent, (f"{glyph.char} rank {rank} ", Role.BAD if is_culprit else glyph.role), (mark, Role.BAD),
                _fitting(parts, frame, width - 8 - len(str(rank)) - len(indent) - len(mark)),
                link=_link_of(incident, edge) if edge is not None else incident.link_of(incident.top, rank),
                is_problem=is_culprit or (depth == 0 and glyph.role == Role.BAD),
