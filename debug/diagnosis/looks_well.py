@@ -78,7 +78,12 @@ def _failed_for_good(run: Run, record: RankRecord, source: str) -> bool:
 def _has_failed(record: RankRecord) -> bool:
     """Whether the communication library or the interpreter reported an error that the rank did not get over."""
     harmless = (EventKind.SIGTERM, EventKind.EXCEPTION)
-    return any(event.kind not in harmless and not logged_on(record, event) for event in record.events)
+    return any(event.kind not in harmless and _is_left(record, event) for event in record.events)
+
+
+def _is_left(record: RankRecord, event: LogEvent) -> bool:
+    """Whether nothing shows that a rank got over an error; one of NCCL's that is no rank's own ended it all the same."""
+    return "felt" in event.values or not logged_on(record, event)
 
 
 def looks_well(run: Run, lanes: Sequence[Lane], edges: Sequence[Edge], states: Mapping[int, Situation]) -> bool:
@@ -158,7 +163,7 @@ def _had_trouble(record: RankRecord) -> bool:
     return (
         timer_of(record) is not None
         or bool(record.exit and record.exit.code)
-        or any(event.kind != EventKind.SIGTERM and not logged_on(record, event) for event in record.events)
+        or any(event.kind != EventKind.SIGTERM and _is_left(record, event) for event in record.events)
         or any(_TROUBLE.search(dump.reason) for dump in record.dumps)
     )
 

@@ -9,6 +9,7 @@ from titan_ckpt.debug.incident.busy_with import last_words, speaks_of_others
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import crash_frame, crashed_thread, hang_stack, main_thread_state
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind, RankState, Subtype
+from titan_ckpt.debug.incident.parting_words import wrote_on
 from titan_ckpt.debug.incident.records import Evidence, Exit, LogEvent, RankRecord, Situation
 from titan_ckpt.debug.incident.waits import pending, waited_at_the_end
 
@@ -80,7 +81,8 @@ def _was_survived(record: RankRecord, event: LogEvent) -> bool:
     if "handled" in event.values or ended_well(record) or _is_routine(record, event):
         return True
     if event.values.get("thread"):  # which ends no process, unless that chose to end of it
-        return "met_peers" in event.values or hang_stack(record) is not None or not _ended_itself(record)
+        is_of_peers = "met_peers" in event.values or "felt" in event.values
+        return is_of_peers or hang_stack(record) is not None or not _ended_itself(record)
     return logged_on(record, event) or _works_on(record, event) or _was_told_first(record)
 
 
@@ -138,32 +140,6 @@ def _is_routine(record: RankRecord, event: LogEvent) -> bool:
     announced = event.values.get("announced")
     is_announced = bool(announced) and any(other.values.get("announced") == announced for other in alike[:-1])
     return event != alike[-1] or is_announced or record.heartbeat is not None or wrote_on(record, event)
-
-
-# What torch, the interpreter and trackers write while a process ends of an exception.
-_PARTING = (
-    "WorkerServer.cpp",
-    "destroy_process_group",
-    "resource_tracker",
-    "warnings.warn(",
-    "Exception ignored",
-    "wandb:",
-    "CUDA kernel errors might be asynchronously reported",  # this and the next three are of CUDA's own message
-    "CUDA_LAUNCH_BLOCKING",
-    "TORCH_USE_CUDA_DSA",
-    "Device-side assertion tracking was not enabled",
-)
-_CONTINUES = re.compile(r"(?:\[[^\]\n]{1,40}\]:? )?[ \t]+\S")  # the message of the line before, on a line of its own
-
-
-def wrote_on(record: RankRecord, event: LogEvent) -> bool:
-    """Whether the rank logged anything after an error but what a process writes while it ends."""
-    log = record.log
-    if log is None or log.source != event.source or log.tail_line <= event.line:
-        return False
-    last = max((n for n, line in enumerate(log.tail) if event.text[:100] in line), default=-1)
-    later = (line for line in log.tail[last + 1 :] if line.strip() and not _CONTINUES.match(line))
-    return any(not any(word in line for word in _PARTING) for line in later)
 
 
 def logged_on(record: RankRecord, event: LogEvent) -> bool:

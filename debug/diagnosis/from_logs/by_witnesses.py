@@ -73,6 +73,7 @@ def by_witnesses(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         is_open |= len(suspects) > 1 and wait_in_parts(run, witnesses)
         are_apart = len({(frame.file, frame.line) for rank in witnesses if (frame := states[rank].frame)}) > 1
         are_apart &= any(in_subgroup(run.ranks[rank]) for rank in witnesses)
+        is_open |= all(_erred_alone(run.ranks[rank]) for rank in witnesses)
         is_open |= any(_may_wait(verdict, are_apart=are_apart) for verdict in found)
         yield from (replace(one, confidence=one.confidence * EQUALLY) if is_open else one for one in found)
     elif not suspects and not any(0 < len(group.members) < run.world_size for group in run.groups):
@@ -121,6 +122,13 @@ def _may_wait(verdict: Verdict, *, are_apart: bool) -> bool:
     is_silent = verdict.verdict == VerdictKind.STUCK_ON_CPU and verdict.confidence <= Basis.WITNESSES.confidence
     is_silent &= verdict.subtype == Subtype.NONE
     return is_silent and (are_apart or len(verdict.culprits) > 1)
+
+
+def _erred_alone(record: RankRecord) -> bool:
+    """Whether nothing but an error of a communication library, which is of no wait, shows that a rank did not go on."""
+    kinds = {event.kind for event in record.events}
+    is_of_wait = kinds & {EventKind.COMM_TIMEOUT, EventKind.COMM_CLOSED, EventKind.WATCHDOG} or record.stacks
+    return EventKind.COMM_ERROR in kinds and not is_of_wait and not len(record.operations)
 
 
 def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:

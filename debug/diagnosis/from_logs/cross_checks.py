@@ -12,9 +12,10 @@ from titan_ckpt.debug.diagnosis.from_logs.earlier_run import are_of_earlier_run
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
-from titan_ckpt.debug.diagnosis.rank_death import own_exception, wrote_on
+from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
+from titan_ckpt.debug.incident.parting_words import wrote_on
 from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself

@@ -41,12 +41,23 @@ _OF_NCCL = re.compile(r"unhandled (?:cuda|hip) error|ncclUnhandled(?:Cuda|Hip)Er
 
 
 def _without_victims(run: Run) -> Run:
-    """The run; what NCCL alone says of an error on the GPU is no rank's own, if another rank has one, or if most say it."""
-    own = {rank: error for rank, record in run.ranks.items() if (error := own_exception(record)) is not None}
-    felt = {rank: error for rank, error in own.items() if _OF_NCCL.search(error.text)}
-    if len(felt) == len(own) and 2 * len(felt) <= run.world_size:
+    """The run; what NCCL alone says of an error on the GPU is no rank's own, if another rank has one, or if most say it. It is
+    marked as `felt`: who felt it failed, too."""
+    own = {rank: errors for rank, record in run.ranks.items() if (errors := _on_gpu(record))}
+    felt = {rank: [error for error in errors if _OF_NCCL.search(error.text)] for rank, errors in own.items()}
+    is_all = all(len(felt[rank]) == len(errors) for rank, errors in own.items())
+    if is_all and 2 * len(felt) <= run.world_size:
         return run
-    return _with_marked(run, felt)
+    for place in range(max(map(len, felt.values()), default=0)):
+        run = _with_marked(run, {rank: errors[place] for rank, errors in felt.items() if place < len(errors)}, "felt")
+    return run
+
+
+def _on_gpu(record: RankRecord) -> list[LogEvent]:
+    """The error of a rank's own and what is reported of its GPU, each of which may have ended it."""
+    own = own_exception(record)
+    reported = [event for event in record.events if event.kind == EventKind.DEVICE_ERROR and event is not own]
+    return [*([] if own is None else [own]), *reported]
 
 
 def _without_caught(record: RankRecord) -> RankRecord:
@@ -76,15 +87,12 @@ def _seen_at(run: Run, record: RankRecord) -> str | None:
     return frame.place if frame is not None else None
 
 
-def _with_marked(run: Run, errors: Mapping[int, LogEvent]) -> Run:
-    return replace(
-        run, ranks={**run.ranks, **{rank: _marked(run.ranks[rank], error) for rank, error in errors.items()}}
-    )
+def _with_marked(run: Run, errors: Mapping[int, LogEvent], name: str = "met_peers") -> Run:
+    marked = {rank: _marked(run.ranks[rank], error, name) for rank, error in errors.items()}
+    return replace(run, ranks={**run.ranks, **marked})
 
 
-def _marked(record: RankRecord, error: LogEvent) -> RankRecord:
+def _marked(record: RankRecord, error: LogEvent, name: str = "met_peers") -> RankRecord:
     assert record.log is not None
-    events = (
-        replace(e, values={**e.values, "outlived": "1", "met_peers": "1"}) if e is error else e for e in record.events
-    )
+    events = (replace(e, values={**e.values, "outlived": "1", name: "1"}) if e is error else e for e in record.events)
     return replace(record, log=replace(record.log, events=tuple(events)))

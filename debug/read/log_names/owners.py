@@ -7,7 +7,7 @@ from itertools import chain
 
 from titan_ckpt.debug.incident.records import MAX_RANK
 from titan_ckpt.debug.read.log_names.pids import Pids
-from titan_ckpt.debug.read.log_names.places import crowded, offsets
+from titan_ckpt.debug.read.log_names.places import crowded, offsets, speakers
 from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
 from titan_ckpt.debug.read.text.job_text import OWN, JobText
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
@@ -41,6 +41,7 @@ class Owners:
                 if kind == "pid" and rank <= MAX_RANK:
                     self.pids.add(number, rank)
         self._offsets = offsets(texts, self.links)
+        self._speakers = speakers(texts, self._offsets)
         self._crowded = crowded(texts) - self._offsets.keys()
         self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
         on_hosts = {writer: ranks for text in texts for writer, ranks in text.on_hosts.items()}
@@ -59,7 +60,7 @@ class Owners:
         if ending.rank is None or (ending.is_task and self.tasks.of_ending(ending) != ending.rank):
             return
         if ending.local_rank is not None:
-            self.links.setdefault(("local", f"{text.scope}|", ending.local_rank), ending.rank)
+            self.links.setdefault(("local", f"{text.scope}|{ending.place}", ending.local_rank), ending.rank)
         if ending.pid:
             self.pids.add(ending.pid, ending.rank)
         if ending.host:
@@ -80,7 +81,8 @@ class Owners:
             rank = self.tasks.of_label(number)
             return rank if rank <= MAX_RANK else -1
         if kind == "local":
-            return -1 if place in self._crowded else self._offsets.get(place, 0) + number
+            is_elsewhere = place in self._speakers and number not in self._speakers[place]
+            return -1 if place in self._crowded or is_elsewhere else self._offsets.get(place, 0) + number
         if kind == "pid":
             rank = self.pids.rank(number, place)
             return self._nodes.get(writer, -1) if rank < 0 else rank
@@ -98,8 +100,8 @@ class Owners:
         if ending.rank is not None:
             return self.tasks.of_ending(ending) if ending.is_task else ending.rank
         if ending.local_rank is not None:
-            place = f"{text.scope}|{ending.host}"
-            if ending.host and place not in self._offsets and self._num_hosts > 1:
+            place = f"{text.scope}|{ending.place}"
+            if ending.place and place not in self._offsets and self._num_hosts > 1:
                 return -1
             return self.rank(("local", place, ending.local_rank))
         return self.pids.rank(ending.pid, ending.host) if ending.pid else -1

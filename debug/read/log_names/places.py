@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from titan_ckpt.debug.read.text.job_text import JobText
+from titan_ckpt.debug.read.text.job_text import NOBODY, JobText
 from titan_ckpt.debug.read.text.writers.labels import Writer
 
 _MOST_LOGS = 64  # of one local rank that are compared
@@ -20,8 +20,8 @@ def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, 
         if kind == "local" and rank >= number:
             first.setdefault(place, rank - number)
     for text in texts:
-        if text.endings.first_rank is not None:
-            first.setdefault(f"{text.scope}|", text.endings.first_rank)
+        if text.endings.node.start is not None:
+            first.setdefault(f"{text.scope}|", text.endings.node.start)
     sizes: defaultdict[str, int] = defaultdict(int)
     for text in texts:
         for kind, place, number in text.writers:
@@ -37,6 +37,30 @@ def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, 
 
 def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
+
+
+def speakers(texts: Sequence[JobText], first: Mapping[str, int]) -> dict[str, set[int]]:
+    """The ranks that are named in each place that is not the first node's: rank 0 is none of them. Of a node of several of which
+    nothing tells its place none is known: {}."""
+    named, lost = dict[str, set[int]](), set[str]()
+    for text in texts:
+        if text.default != NOBODY:
+            continue  # one process's own
+        place, node = f"{text.scope}|", text.endings.node
+        ranks = {writer[2] for writer in text.writers if writer[0] == "rank"}
+        ranks |= {rank for rank, number in text.named.items() if number > 1}
+        for where, those in (
+            (place, ranks),
+            *((f"{place}task {task}", of_task) for task, of_task in text.tasks.items()),
+        ):
+            named[where] = named.get(where, set()) | those
+        if node.is_mixed or (node.num_nodes > 1 and node.start is None):
+            lost.add(place)
+    return {
+        place: ranks
+        for place, ranks in named.items()
+        if 0 not in ranks and (ranks or place in lost) and (place not in first or place in lost)
+    }
 
 
 def crowded(texts: Sequence[JobText]) -> set[str]:

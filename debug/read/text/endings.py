@@ -28,9 +28,9 @@ from titan_ckpt.debug.read.text.schedulers.mpi import (
     MPIRUN,
     PALS,
 )
+from titan_ckpt.debug.read.text.schedulers.nodes import OF_NODES, Node
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note, signal_number
-from titan_ckpt.debug.read.text.schedulers.shells import first_rank_of
 from titan_ckpt.debug.read.text.schedulers.slurm import CANCELLED, NODE_LOST, TASKS, WHY, WORD, WORDS
 
 
@@ -50,7 +50,7 @@ class Endings:
     attempts: int = 0
     code: int | None = None
     over_line: int = 0  # that said so, or that the agents met
-    first_rank: int | None = None  # of this host, by the command of its launcher
+    node: Node = field(default_factory=Node)  # of the launcher that writes here
     is_over: bool = False  # torchrun ended, with a table of its workers' ends
     has_steps: bool = False  # of this attempt
     spawned: dict[int, int] = field(default_factory=dict)  # pid -> local rank, where a launcher names both
@@ -75,12 +75,12 @@ class Endings:
         """Account for one line; True if a new attempt of the job begins with it."""
         text = line.text[:1000]
         self.has_launcher = self.has_launcher or any(name in text for name in _LAUNCHERS)
-        if "node" in text and self.first_rank is None:
-            self.first_rank = first_rank_of(text)
+        if any(word in text for word in OF_NODES):
+            self.node.take(text, self.attempts)
         if "srun: " in text or "slurm" in text or "yhrun: " in text:
             self._slurm(number, text)
         if any(word in text for word in _OF_AGENTS):
-            self._elastic(number, text, line.time_s)
+            self._elastic(number, text, line)
         if "rocess" in text or "RANK" in text or "xit code" in text or "KILLED" in text or "rank " in text:
             self._mpi(number, text)
             self._spawn(number, text)
@@ -116,7 +116,8 @@ class Endings:
 
     # -- torchrun
 
-    def _elastic(self, number: int, text: str, time_s: float | None) -> None:
+    def _elastic(self, number: int, text: str, line: Line) -> None:
+        time_s = line.time_s
         self.is_torchrun = self.is_torchrun or "torch/distributed/run.py" in text
         if any(name in text for name in _OF_ELASTIC):
             self.is_elastic = True
@@ -139,6 +140,7 @@ class Endings:
             self.found.append(
                 Ending(
                     code=int(match["code"]), line=number, local_rank=int(match["local"]), pid=int(match["pid"]), is_first=True,
+                    place=line.place,
                 )
             )  # fmt: skip
         elif "Root Cause" in text or "first observed failure" in text:
@@ -152,7 +154,7 @@ class Endings:
             self.found.append(
                 Ending(
                     code=int(match["code"]), line=number, rank=rank, local_rank=local, pid=int(match["pid"]), time_s=self._time_s,
-                    is_first=self._first,
+                    is_first=self._first, place=line.place,
                 )
             )  # fmt: skip
             self._rank, self._first, self.is_over = None, False, True

@@ -51,6 +51,9 @@ class JobText:
     began_s: float | None = None  # the first time that a line has
     num_ranks: int = 0  # of the job, where a report says so
     is_turned: bool = False  # the file has its newest line first: lines are counted from its end
+    named: dict[int, int] = field(
+        default_factory=dict
+    )  # how many lines begin with a rank that is no label: `rank 8: step 1`
     nccl: NcclCalls = field(init=False)
     introduced: int | None = None  # the rank that said first who it is
     apart: str = ""  # which of several jobs it is of, where a line says so
@@ -172,8 +175,7 @@ class JobText:
         if line.pid is not None:
             names.append(("pid", line.host, line.pid))
         if line.local_rank is not None:
-            place = line.host or ("" if line.task is None else f"task {line.task}")
-            names.append(("local", f"{self.scope}|{place}", line.local_rank))
+            names.append(("local", f"{self.scope}|{line.place}", line.local_rank))
         if line.task is not None:
             self.tasks.setdefault(line.task, set())
         if line.rank is not None:
@@ -222,6 +224,8 @@ class JobText:
             self.recorded.add(listening)
             return writer
         else:
+            if match := _NAMED.match(line.text):
+                self.named[int(match[1])] = self.named.get(int(match[1]), 0) + 1
             if found := on_host(line.text):
                 self.hosts.setdefault(*found)
             if own := introduction(line.text):
@@ -274,6 +278,7 @@ class JobText:
 _NO_ERROR = re.compile(r"\bWARN(?:ING)?\b")
 _OUTPUT_BLOCK = re.compile(r"-{5,40}(?P<what>Begin|End) (?:global )?rank (?P<rank>\d{1,6}) STD(?:OUT|ERR)-{5,40}")
 _SPAWN_BLOCK = re.compile(r"-- Process (?P<rank>\d{1,6}) terminated with the following error")
+_NAMED = re.compile(r"(?:[A-Z]{4,8}:? )?[\[(<]?[Rr]ank[ :=]?(\d{1,6})\b")
 _TORCH_RANK = re.compile(r"\[?rank(\d{1,6})\]: ?")
 _OWN_GROUP = re.compile(
     r"\[PG (?:ID )?0 (?:PG GUID [^\]]{0,80})?Rank (\d{1,6})\]"

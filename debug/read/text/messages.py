@@ -297,7 +297,7 @@ _SERVERS = (
 # aws-ofi-nccl, NCCL's src/init.cc and src/bootstrap.cc, torch's rpc/tensorpipe_agent.cpp, horovod/common/stall_inspector.cc.
 _WARNINGS = (
     "NCCL WARN NET/OFI Request", "NCCL WARN NET/OFI RC", "NCCL WARN Duplicate GPU detected", "NCCL WARN Bootstrap Root",
-    "NCCL WARN Mismatched collective", "RPC agent for ", "waiting for remainder of ranks for more than",
+    "NCCL WARN Mismatched collective", "RPC agent for ", "waiting for remainder of ranks for more than", "ncclInvalidUsage: ",
 )  # fmt: skip
 # JAX's coordination service (xla/tsl/distributed_runtime/coordination): tasks that sent no heartbeat any more, one a line.
 _OF_JAX = ("stopped sending heartbeats", "distributed service detected fatal errors")

@@ -45,6 +45,11 @@ class Line:
     is_nccl: bool = False  # NCCL wrote it: `pid` is the rank's own process
     level: str = ""  # of a log record, where it stood before other prefixes
 
+    @property
+    def place(self) -> str:
+        """In which local ranks count: a host, or a task such as `task 1`; "" where no prefix tells."""
+        return self.host or ("" if self.task is None else f"task {self.task}")
+
 
 _Take = Callable[[Line, re.Match[str]], None]
 

@@ -19,6 +19,7 @@ class Ending:
     local_rank: int | None = None
     pid: int | None = None
     host: str = ""
+    place: str = ""  # in which local ranks count, where lines are labelled with it: a host, or `task 1`
     time_s: float | None = None
     is_task: bool = False
     may_be_launchers: bool = False
