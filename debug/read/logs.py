@@ -69,11 +69,16 @@ def combine(texts: Sequence[JobText], known: Iterable[tuple[int, int, str]] = ()
         who.pids.add(pid, rank)
     links = (link for text in texts for link in text.links.items())
     pids.update({rank: writer[2] for writer, rank in links if writer[0] == "pid" and rank <= MAX_RANK})
-    crashes = [
-        (who.rank(writer), text.source, "\n".join(stream.crash))
+    stacks = [
+        (who.rank(writer), text.source, stream.crash)
         for text in texts
         for writer, stream in text.writers.items()
-        if stream.crash
+        if stream.crash.lines or stream.crash.outlived
+    ]
+    crashes = [
+        (rank, source, "\n".join(crash.lines))
+        for rank, source, crash in stacks
+        if crash.lines and not any(of == rank and crash.is_outlived_by(other) for of, _, other in stacks)
     ]
     logs = JobLogs(
         ranks=ranks, job=merge_logs(job), exits=exits, launcher=_launcher(texts, exits), hosts=who.hosts, pids=pids,

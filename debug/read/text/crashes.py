@@ -4,8 +4,50 @@ kernel, shells and systemd."""
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 
 Values = dict[str, str]
+
+MAX_CRASH_LINES = 2_000
+_FATAL_HEAD = "Fatal Python error: "
+_CRASH = re.compile(
+    rf"{_FATAL_HEAD}|Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!"
+    r"|(?:Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent call first\)"
+)
+
+
+@dataclass(slots=True)
+class CrashText:
+    """The stacks that CPython's fault handler wrote into a log (Modules/faulthandler.c), for a signal or for a timer; the newest
+    begins at line `newest`. `has_steps`: the rank had logged steps before; without these, steps that follow may have been held
+    back, in the buffer of a pipe. `outlived`: the lines of threads of stacks after which the rank went on."""
+
+    lines: list[str] = field(default_factory=list)
+    newest: int = 0
+    has_steps: bool = False
+    outlived: set[str] = field(default_factory=set)
+
+    def take(self, number: int, text: str, *, has_steps: bool) -> None:
+        """Account for one line of the log."""
+        is_head = "Python error" in text or "imeout (" in text or "hread 0x" in text
+        match = _CRASH.search(text) if is_head else None
+        self.newest = number if match is not None else self.newest
+        if self.lines and len(self.lines) < MAX_CRASH_LINES:
+            self.lines.append(text)
+        elif not self.lines and match is not None:
+            self.lines, self.has_steps = [text[match.start() :]], has_steps
+
+    def go_on(self) -> None:
+        """The rank went on after these stacks: a timer wrote them, or somebody asked."""
+        if self.lines and not self.lines[0].startswith(_FATAL_HEAD):
+            self.outlived.update(line.strip() for line in self.lines if "hread 0x" in line)
+            self.lines = []
+
+    def is_outlived_by(self, other: CrashText) -> bool:
+        """Whether the same rank wrote these stacks to another log, too, and went on there."""
+        threads = {line.strip() for line in self.lines if "hread 0x" in line}
+        return self is not other and not other.lines and bool(threads) and threads <= other.outlived
+
 
 SIGNAL_WORDS = {
     "Segmentation fault": "SIGSEGV", "Bus error": "SIGBUS", "Illegal instruction": "SIGILL", "Floating point exception": "SIGFPE",

@@ -137,6 +137,10 @@ class JobText:
             self.writers.clear()
             self.endings = Endings()
         self.caught.mark(self.writers.values(), self.endings)
+        for stream in self.writers.values():
+            crash = stream.crash
+            if (crash.has_steps and stream.done_line > crash.newest) or self.caught.has_gone_on(crash.newest):
+                crash.go_on()
         last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
             stream.last_step_line = max(stream.last_step_line, last)

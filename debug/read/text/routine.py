@@ -8,12 +8,14 @@ from enum import IntEnum
 
 from titan_ckpt.debug.read.text.messages import NO_DIGITS
 
-STEP = re.compile(r"\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iteration[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE)
+STEP = re.compile(
+    r"\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iter(?:ation)?[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE
+)
 BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
 DONE = re.compile(
     r"(?:[Tt]raining|TRAINING|[Rr]un|[Jj]ob) (?:is |has |was )?(?:completed?|finished|done|ended successfully)\b"
-    r"(?! with| on| at step)"
+    r"(?! with| on| at step)|\b(?:[Ff]inished|[Cc]ompleted) training\b"
     r"|`Trainer\.fit` stopped: |'train_runtime': |^\s*\[exiting program at iteration "
 )
 MOST_SHAPES = 64

@@ -11,6 +11,7 @@ from titan_ckpt.debug.incident.frames import is_library, torch_call, user_frame
 from titan_ckpt.debug.incident.kinds import REQUESTED_ENDS, USAGE_ERROR, EventKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankLog
 from titan_ckpt.debug.read.text import clocks
+from titan_ckpt.debug.read.text.crashes import CrashText
 from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
@@ -22,7 +23,6 @@ TAIL_LINES = 40
 MAX_EVENTS = 400
 MAX_FRAMES = 200
 MAX_SOURCE = 300  # characters of a source line
-MAX_CRASH_LINES = 2_000
 MAX_STEPS = 100_000
 
 _MARGIN = re.compile(r" {2,40}[|] ")  # CPython's, before the lines of an exception group
@@ -39,10 +39,6 @@ _HOROVOD = "Horovod detected that one or more processes exited"
 _WITHOUT_MESSAGE = ("AssertionError", "NotImplementedError")
 _ERROR_NAME = re.compile(r"(?:Error|Exception|Interrupt|Exit|Failure|EnforceNotMet|Iteration|Killed)$")
 _LOGGED = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b.{0,400}?\b([A-Z]\w{0,80}(?:Error|Exception)): ?(.*)$", re.DOTALL)
-_CRASH = re.compile(
-    r"Fatal Python error: |Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!|(?:Current thread|Thread) 0x[0-9a-f]+ .{0,80}\(most recent "
-    r"call first\)"
-)
 _NCCL_DETAIL = re.compile(r"nccl[A-Z]\w{3,40}: |Last error:")
 MOST_DETAILS = 4
 # `logging.Formatter.default_time_format`, with its milliseconds.
@@ -83,7 +79,7 @@ class Stream:
     announced: str = ""  # by which log record a traceback was, its numbers removed
     is_flushed: bool = False  # `logging` wrote the line, which holds nothing back
     is_ignored: bool = False  # the interpreter says so of the exception that follows
-    crash: list[str] | None = None
+    crash: CrashText = field(default_factory=CrashText)
     details: int = 0  # lines that may still belong to NCCL's message
     refusals: Refusals = field(default_factory=Refusals)
     routine: Routine = field(default_factory=Routine)
@@ -98,10 +94,7 @@ class Stream:
         self.tail.append((number, line.shown or text))
         self.is_flushed = self.is_own and _FLUSHED.match(line.shown) is not None
         self._note_time(number, line)
-        if self.crash is not None and len(self.crash) < MAX_CRASH_LINES:
-            self.crash.append(text)
-        elif (self.crash is None and "Python error" in text) or "imeout (" in text or "hread 0x" in text:
-            self._note_crash(text)
+        self.crash.take(number, text, has_steps=self.last_step_line > 0)
         is_launched = line.local_rank is not None or "attempt_" in self.source
         if ("hread " in text or "retrieved" in text or "rocess-" in text) and (
             name := beside_main(text, is_launched=is_launched)
@@ -129,7 +122,7 @@ class Stream:
         self.last.clear()
         self.tail.clear()
         self.step_times.clear()
-        self.last_step = self.frames = self.crash = None
+        self.last_step, self.frames, self.crash = None, None, CrashText()
         self.previous = self.announced = self.thread = ""
         self.last_step_line, self.done_line, self.details = 0, 0, 0
         self.routine, self.refusals, self.bar, self.chained = Routine(), Refusals(), 0, False
@@ -164,15 +157,13 @@ class Stream:
                 self.last_step_line = number
             self.bar = int(bar.group(1))
         low = line.text.lower() if is_trusted else ""
-        if ("step" in low or "iteration" in low) and (step := STEP.search(line.text)):
+        if ("step" in low or "iter" in low) and (step := STEP.search(line.text)):
             sign = -1 if line.text[step.start(1) - 2 : step.start(1)] == " -" else 1
-            self.last_step, self.last_step_line = sign * int(step.group(1)), number
+            before, self.last_step, self.last_step_line = self.last_step, sign * int(step.group(1)), number
+            if before is not None and self.last_step > before and self.crash.has_steps:
+                self.crash.go_on()
             if time_s is not None and len(self.step_times) < MAX_STEPS:
                 self.step_times.setdefault(self.last_step, time_s)
-
-    def _note_crash(self, text: str) -> None:
-        if match := _CRASH.search(text):
-            self.crash = [text[match.start() :]]
 
     def _note_event(self, number: int, text: str) -> None:
         if text.startswith(CHAINED):

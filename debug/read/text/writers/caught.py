@@ -70,6 +70,10 @@ class Caught:
             if step > newest:
                 self.steps.append((number, step))
 
+    def has_gone_on(self, line: int) -> bool:
+        """Whether the job came to steps before a line, and to several new ones after it."""
+        return bool(self.steps) and self.steps[0][0] < line and sum(at > line for at, _ in self.steps) > SEVERAL
+
     def _went_on(self, line: int, rank: int, done_line: int) -> bool:
         """Whether a rank that says no times came to several new steps after a line, and either had come to some before or then
         said that it is done: so these were not held back, nor of a file that stands below. Where no step has a rank, whether

@@ -1,0 +1,76 @@
+"""Stacks that a timer of `faulthandler` wrote into a log: history once the rank, or the job, came to more steps or to its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_ckpt.debug import diagnose, open_run
+
+HEAD = "(most recent call first):\n"
+DUMP = (
+    "{0}Timeout (0:00:30)!\n{0}Thread 0x00007f31aa7fe640 "
+    + HEAD
+    + '{0}  File "/usr/lib/threading.py", line 320 in wait\n'
+    "{0}Thread 0x00007f32bb5c174{2} " + HEAD + '{0}  File "{1}\n{0}  File "/app/train.py", line 150 in <module>\n'
+)
+WHERE = ('/app/eval.py", line 31 in evaluate', '/opt/torch/distributed/distributed_c10d.py", line 4811 in barrier')
+
+
+def steps(first: int, last: int, form: str = "[rank{}] step {}\n") -> str:
+    return "".join(form.format(rank, step) for step in range(first, last) for rank in range(2))
+
+
+def dumps(label: str = "[rank{}]: ") -> str:
+    return "".join(DUMP.format(label.format(rank), where, rank) for rank, where in enumerate(WHERE))
+
+
+def top(folder: Path, **logs: str) -> tuple[str, tuple[int, ...]]:
+    for name, text in logs.items():
+        (folder / f"{name}.log").write_text(text)
+    found = diagnose(open_run(str(folder)))[0]
+    return found.verdict, found.culprits
+
+
+def test_the_stack_of_a_rank_that_holds_up_the_others_accuses_it(tmp_path: Path) -> None:
+    assert top(tmp_path, job=steps(0, 5) + dumps()) == ("STUCK_ON_CPU", (0,))
+
+
+@pytest.mark.parametrize("form", ["[rank{}] step {}\n", "[rank{}] iter {}: loss 4.2\n"])
+def test_steps_after_the_stacks_make_them_history(form: str, tmp_path: Path) -> None:
+    assert top(tmp_path, job=steps(0, 5, form) + dumps() + steps(5, 7, form)) == ("RUNNING", ())
+
+
+def test_a_later_stack_is_none(tmp_path: Path) -> None:
+    assert top(tmp_path, job=steps(0, 5) + dumps() + steps(5, 9) + dumps()) == ("STUCK_ON_CPU", (0,))
+
+
+def test_steps_that_were_held_back_are_none_after_the_stacks(tmp_path: Path) -> None:
+    """Python's standard output into a pipe has a buffer: all steps may come at the end."""
+    assert top(tmp_path, job=dumps() + steps(0, 5)) == ("STUCK_ON_CPU", (0,))
+
+
+def test_the_end_of_training_after_the_stacks_makes_them_history(tmp_path: Path) -> None:
+    done = "[rank0] training finished\n[rank1] training finished\n"
+    assert top(tmp_path, job=steps(0, 5) + dumps() + done) == ("RUNNING", ())
+
+
+def test_steps_of_one_rank_tell_for_all(tmp_path: Path) -> None:
+    of_one = "".join(f"[rank0] step {step}\n" for step in range(5))
+    later = "".join(f"[rank0] step {step}\n" for step in range(5, 9))
+    assert top(tmp_path, job=of_one + dumps() + later) == ("RUNNING", ())
+
+
+def test_the_same_stacks_in_another_log_are_history_too(tmp_path: Path) -> None:
+    """torchrun's --tee writes each line to the console and to the file of its rank, where standard error has no steps."""
+    console = "".join(
+        f"[default{line[5]}]:{line.partition(': ')[2] or line[7:]}\n"
+        for line in (steps(0, 5) + dumps() + steps(5, 8)).splitlines()
+    )
+    folder = tmp_path / "logs/none_a1b2/attempt_0"
+    for rank in range(2):
+        (folder / str(rank)).mkdir(parents=True)
+        (folder / str(rank) / "stderr.log").write_text(DUMP.format("", WHERE[rank], rank))
+        (folder / str(rank) / "stdout.log").write_text("".join(f"step {step}\n" for step in range(8)))
+    assert top(tmp_path, console=console) == ("RUNNING", ())
