@@ -124,7 +124,12 @@ class DumpKind(StrEnum):
     BLACK_BOX = "black_box"
 
 
-REQUESTED_ENDS = ("SignalException", "KeyboardInterrupt", "SystemExit")  # how a process answers a launcher that ends it
+REQUESTED_ENDS = (
+    "SignalException",
+    "SIGTERMException",
+    "KeyboardInterrupt",
+    "SystemExit",
+)  # how a process answers a launcher that ends it
 
 IN_LOG = "end of log"  # where a stack was found: a log ends with it
 USAGE_ERROR = "UsageError"  # the type that is given to a program's refusal of its command line, which is no exception

@@ -243,31 +243,33 @@ def _note_event(text: JobText, note: Note) -> LogEvent:
 
 
 def _launcher(texts: Sequence[JobText], exits: Sequence[Exit]) -> Launcher | None:
-    """How the job's launcher ended, from the last file that shows it."""
-    for text in reversed(texts):
-        of_file = [ended for ended in exits if ended.source == text.source]
-        if (
-            text.endings.is_elastic
-            or (text.endings.is_torchrun and not of_file)
-            or text.endings.code is not None
-            or text.endings.is_called_good
-            or "launcher" in text.source
-            or "torchrun" in text.source
-        ):
-            if text.default[0] in ("rank", "local") and not text.endings.is_elastic:
-                continue  # a rank's own end
-            first = next((ended.rank for ended in of_file if ended.is_first), None)
-            said = text.endings.code if text.endings.code is not None else 0 if text.endings.has_finished else None
-            code = None if said is not None and _goes_on(text) else said
-            if text.endings.code is None and of_file:
-                code = 1
-            return Launcher(
-                source=text.source, code=code, first_rank=first, num_unmoved=len(text.endings.unmoved), is_shared=text.is_shared,
-                is_torchrun=text.endings.is_torchrun or text.endings.is_elastic,
-                has_finished=text.endings.has_finished and code == 0,
-                is_called_good=text.endings.is_called_good and not code and not _goes_on(text),
-            )  # fmt: skip
-    return None
+    """How the job's launcher ended, from the last file that shows it, else from the last that calls a part of the job good."""
+    of_files = {text.source: [ended for ended in exits if ended.source == text.source] for text in texts}
+    own = [
+        text for text in texts if text.default[0] not in ("rank", "local") or text.endings.is_elastic
+    ]  # no rank's own end
+    shown = [text for text in own if _is_launchers(text, of_files[text.source])]
+    text = next(reversed(shown or [text for text in own if text.endings.is_called_good]), None)
+    if text is None:
+        return None
+    of_file, endings = of_files[text.source], text.endings
+    said = endings.code if endings.code is not None else 0 if endings.has_finished else None
+    code = None if said is not None and _goes_on(text) else said
+    if endings.code is None and of_file:
+        code = 1
+    return Launcher(
+        source=text.source, code=code, first_rank=next((ended.rank for ended in of_file if ended.is_first), None),
+        num_unmoved=len(endings.unmoved), is_shared=text.is_shared, is_torchrun=endings.is_torchrun or endings.is_elastic,
+        has_finished=endings.has_finished and code == 0,
+        is_called_good=endings.is_called_good and not code and not _goes_on(text),
+    )  # fmt: skip
+
+
+def _is_launchers(text: JobText, of_file: Sequence[Exit]) -> bool:
+    """Whether a file is of a launcher, or tells how the job ended."""
+    endings, name = text.endings, text.source
+    is_named = "launcher" in name or "torchrun" in name
+    return endings.is_elastic or (endings.is_torchrun and not of_file) or endings.code is not None or is_named
 
 
 def _goes_on(text: JobText) -> bool:

@@ -94,7 +94,7 @@ class Endings:
                 self.code, self.over_line, self.is_called_good = code, number, code == 0 and calls_it_good(text)
             else:
                 self.found.append(Ending(code=code, line=number, rank=line.rank))
-        elif " Complete " in text and calls_it_good(text):
+        elif line.rank is None and calls_it_good(text):
             self.is_called_good, self.over_line = True, number
         said = list(self._managers.take(line))
         for one in said:

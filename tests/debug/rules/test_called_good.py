@@ -18,9 +18,20 @@ GOOD = (
     "2026-11-12 08:12:01,225 SUCC cli.py:64 -- Job 'raysubmit_x1' succeeded",
     "I 11-12 10:20:13 cloud_vm_ray_backend.py] Job 3 finished (status: SUCCEEDED).",
     "INFO:composer.cli.launcher:All processes exited with code 0",
+    "\tExit status: 0",
     "I1129 08:30:03.100000 70 torch/distributed/elastic/agent/server/api.py:923] [default] worker group successfully finished. "
     "Waiting 300 seconds for other agents to finish.",
 )
+PARTLY = (  # of a part of the job, or of another one
+    "[2026-02-02 10:00:05,300] [INFO] [launch.py:351:main] Process 7002 exits successfully.",
+    '[INFO] 2026-04-14 10:00:00,000 api: {"name": "torchelastic.worker.status.SUCCEEDED", "source": "WORKER"}',
+    "State: COMPLETED (exit code 0)", "srun: n1: tasks 0-3: Completed", "    Exit_status = 0", "exit_status  0",
+    "\t(1) Normal termination (return value 0)", "Apr 14 10:00:00 n1 systemd[1]: train.service: Deactivated successfully.",
+    "Run exited with code 0", "✓ Job finished (status: SUCCEEDED).", "Run status: COMPLETED", "Job succeeded",
+    "torchx 2026-04-14 10:00:00 INFO     Job finished: SUCCEEDED", "Status:              Succeeded",
+    "ft-worker-0   0/1     Completed   0          2h", "Job completed with result: Succeeded",
+    "[exiting program at iteration 500] datetime: 2026-04-14 10:00:10",
+)  # fmt: skip
 NO_PROOF = (
     "",
     "exit status 0",
@@ -36,7 +47,7 @@ def culprits(last: str, folder: Path) -> tuple[int, ...]:
     return diagnose(open_run(str(folder)))[0].culprits
 
 
-@pytest.mark.parametrize("last", GOOD)
+@pytest.mark.parametrize("last", [*GOOD, *PARTLY])
 def test_nobody_is_accused_where_the_job_is_called_good(last: str, tmp_path: Path) -> None:
     assert culprits(last, tmp_path) == ()
 
@@ -95,3 +106,16 @@ def test_one_error_on_the_watchdogs_of_all(ranks: tuple[int, ...], expected: tup
     felt = "".join(WATCHDOG.format(rank, "unspecified launch failure") for rank in ranks)
     (tmp_path / "log.txt").write_text(steps + felt)
     assert diagnose(open_run(str(tmp_path)))[0].culprits == expected
+
+
+@pytest.mark.parametrize("last", PARTLY)
+def test_a_good_end_of_a_part_proves_none_of_the_job(last: str, tmp_path: Path) -> None:
+    steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
+    (tmp_path / "log.txt").write_text(f"{steps}{last}\n")
+    assert diagnose(open_run(str(tmp_path)))[0].verdict != "HEALTHY"
+
+
+def test_the_error_of_a_rank_after_a_good_word_is_its_own(tmp_path: Path) -> None:
+    assert culprits("", tmp_path) == (1,)
+    (tmp_path / "log.txt").write_text(f"{PARTLY[0]}\n[rank0]: step 1\n[rank1]: step 1\n{RAISED}")
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == (1,)

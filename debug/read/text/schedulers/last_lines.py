@@ -43,6 +43,22 @@ _GOOD = re.compile(
     r"|-- Job '[\w.-]{1,80}' succeeded\s*$|\bJob \d{1,9} finished \(status: SUCCEEDED\)|\bAll processes exited with code 0\s*$"
 )
 _COMPLETE = re.compile(r"^\S{1,120}\s+Complete\s+(?P<done>\d{1,6})/(?P=done)\s")  # of one job among those of a cluster
+# The same of a part of the job, or by what may speak of another one: DeepSpeed's launcher, torchrun's events, seff, srun, PBS,
+# Grid Engine, HTCondor, systemd, bash and GNU time (`-v`); Azure ML, SageMaker, SkyPilot, MosaicML, torchx, Ray Tune;
+# `kubectl get pods`, Argo, Airflow, the runners of GitLab and GitHub; Megatron at its end.
+_WELL = re.compile(
+    r"\[launch\.py:\d{1,5}:main\] Process \d{1,9} exits successfully\.|torchelastic\.worker\.status\.SUCCEEDED"
+    r"|^State: COMPLETED \(exit code 0\)|^srun: \S{1,80}: tasks? [\d,-]{1,80}: Completed\b|^\s+Exit_status = 0\s*$"
+    r"|^exit_status +0\s*$|^\s+\(1\) Normal termination \(return value 0\)|\.service: Deactivated successfully\.\s*$"
+    r"|^\[\d{1,4}\][+-]? +Done +[^|]{1,400}$|^\tExit status: 0\s*$|^Run exited with code 0\s*$|\bReporting training SUCCESS\b"
+    r"|\bJob finished(?: \(status)?: SUCCEEDED\b|^Run status: COMPLETED\b|^Training completed after \d{1,9} iterations at "
+    r"|^\S{1,120}-\d{1,6}\s+0/\d{1,3}\s+Completed\s|^Status: +Succeeded\s*$|\bMarking task as SUCCESS\b|^Job succeeded\s*$"
+    r"|^Job completed with result: Succeeded\s*$|^\s*\[exiting program at iteration \d{1,9}\]"
+)
+_OF_WELL = (
+    "omplete", "OMPLETE", "ucce", "UCCE", "xit_status", "xit status", "Normal termination", "] ", "exited with code 0",
+    "exiting program",
+)  # fmt: skip
 # A rank's own code in words, as scripts collect them: `rank 2: exit code 1`, `rank=2 exitcode=-9`.
 _OF_RANK = re.compile(
     r"\s*(?P<who>rank|process|proc)[ _=:#]{0,2}(?P<rank>\d{1,6})[:,]? {0,4}"
@@ -74,12 +90,15 @@ def last_code(text: str) -> int | None:
 
 
 def calls_it_good(text: str) -> bool:
-    """Whether a scheduler or a service says that a job ended well; not a shell's word, which tells of its last command.
+    """Whether a scheduler or a service says that a job ended well, or a launcher that a part of it did; not a shell's word of its
+    last command.
 
     >>> calls_it_good("Successfully completed."), calls_it_good("exit code: 0")
     (True, False)
     """
-    return any((_GOOD.search(text[:400]), _SACCT.match(text), _COMPLETE.match(text)))
+    if _GOOD.search(text[:400]) or _SACCT.match(text) or _COMPLETE.match(text):
+        return True
+    return any(word in text for word in _OF_WELL) and _WELL.search(text[:400]) is not None
 
 
 def of_rank(text: str, label: int | None = None) -> Ending | None:
