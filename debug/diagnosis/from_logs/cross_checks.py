@@ -12,6 +12,7 @@ from titan_ckpt.debug.diagnosis.from_logs.earlier_run import are_of_earlier_run
 from titan_ckpt.debug.diagnosis.from_logs.named_ranks import absent_ranks
 from titan_ckpt.debug.diagnosis.from_logs.reported import faults
 from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
+from titan_ckpt.debug.diagnosis.looks import TOOLS
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
@@ -39,8 +40,21 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if is_recorded or not verdict.culprits or verdict.verdict not in _NOT_COME:
         return False
+    if _all_said_that_they_are_done(run):
+        return True
     accused, named = set(verdict.culprits), set(absent_ranks(run))
     return bool(accused & _dumped_too_early(run)) or bool(named and not accused & named)
+
+
+def _all_said_that_they_are_done(run: Run) -> bool:
+    """Whether the last words of every rank are that its training is done, and a tool saw it at work, at a time that is not known:
+    perhaps before that."""
+    logs = [record.log for record in run.ranks.values()]
+    are_done = bool(logs) and all(log is not None and 0 < log.tail_line <= log.done_line for log in logs)
+    return are_done and all(
+        record.exit is None and record.stacks and all(stack.reason in TOOLS for stack in record.stacks)
+        for record in run.ranks.values()
+    )
 
 
 def _dumped_too_early(run: Run) -> set[int]:

@@ -74,3 +74,19 @@ def test_the_same_stacks_in_another_log_are_history_too(tmp_path: Path) -> None:
         (folder / str(rank) / "stderr.log").write_text(DUMP.format("", WHERE[rank], rank))
         (folder / str(rank) / "stdout.log").write_text("".join(f"step {step}\n" for step in range(8)))
     assert top(tmp_path, console=console) == ("RUNNING", ())
+
+
+@pytest.mark.parametrize(("last", "culprits"), [("finished training", ()), ("epoch 2 it 8", (0,))])
+def test_a_tool_may_have_looked_before_the_last_words_of_all(
+    last: str, culprits: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank, where in enumerate(("<module> (eval.py:9)", "barrier (torch/distributed/distributed_c10d.py:5356)")):
+        pid = 31167 + rank
+        stack = (
+            f'Process {pid}: python eval.py\nPython v3.11.7 (/usr/bin/python3)\n\nThread {pid} (idle): "MainThread"\n'
+        )
+        caller = "" if rank == 0 else "    <module> (eval.py:10)\n"
+        (tmp_path / f"stack_rank_{rank}.txt").write_text(f"{stack}    {where}\n{caller}")
+    words = "".join(f"[default{rank}]:rank {rank} {text}\n" for text in ("epoch 2 it 7", last) for rank in range(2))
+    verdict, found = top(tmp_path, console=words)
+    assert (verdict, found) == ("STUCK_ON_CPU", culprits)
