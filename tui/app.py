@@ -280,8 +280,8 @@ class TitanApp(App[None]):
         self.pane.pin()
 
     def action_copy(self) -> None:
-        text = clean(shown(self.pane.text_to_copy()))
-        self.copy_to_clipboard(text)
+        if text := clean(shown(self.pane.text_to_copy())):
+            self.copy_to_clipboard(text)
         self.show_status(f"copied: {truncate(text, 60)}" if text else "nothing to copy")
 
     async def action_help(self) -> None:

@@ -157,6 +157,11 @@ def row(
     return Row(spans=cleaned, link=link, is_problem=is_problem, at=at)
 
 
+def placeholder(text: str) -> Row:
+    """What stands where something is still read, searched or drawn; `y` copies nothing of it."""
+    return Row(spans=((piece(clean(text), ""), Role.DIM),))
+
+
 def head(text: str) -> Row:
     """A heading row."""
     return row((text, Role.HEAD))

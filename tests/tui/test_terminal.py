@@ -231,7 +231,7 @@ def test_a_copy_reaches_the_terminal_around_tmux(tmp_path: Path) -> None:
         assert isinstance(terminal, PseudoTerminal)
         see(terminal, "[1 Overview]")
         terminal.press("2")
-        see(terminal, "[2 Grid]")
+        see(terminal, "by rank")
         terminal.press("y")
         see(terminal, "copied: group default_pg #7: rank 2 differs")
         terminal.press("q")
@@ -248,7 +248,7 @@ def test_a_copy_is_in_the_buffer_of_tmux(tmp_path: Path) -> None:
         terminal.run("set-option", "-s", "set-clipboard", "on")
         see(terminal, "[1 Overview]")
         terminal.press("2")
-        see(terminal, "[2 Grid]")
+        see(terminal, "by rank")
         terminal.press("y")
         see(terminal, "copied: group")
         assert terminal.run("show-buffer") == "group default_pg #7: rank 2 differs"

@@ -15,7 +15,7 @@ from titan_ckpt.tui import tasks
 from titan_ckpt.tui.data.runs import CopyKey, StepCopy, StepState, TierName
 from titan_ckpt.tui.pictures.run_list import run_rows
 from titan_ckpt.tui.pictures.saves import checkpoint_rows, save_rows
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate_start
+from titan_ckpt.tui.rows import Row, RowLink, RowList, Rows, counted, placeholder, row, truncate_start
 from titan_ckpt.tui.screens.checkpoint_rows import (
     Verified,
     cut_rows,
@@ -103,7 +103,7 @@ class CheckpointsPane(Pane):
         known = self._opened or self._contents.get(step)
         if known is None:
             self._look_into(step)
-            return [row((f"reading step {step} ...", Role.DIM))]
+            return [placeholder(f"reading step {step} ...")]
         listed = found.find(step)
         damage = listed.best.damage.replace(f"{listed.best.store}/", "") if listed is not None else ""
         if damage or isinstance(known, str):

@@ -15,7 +15,7 @@ from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import Window, whole_window
 from titan_ckpt.tui.pictures.details import operation_rows, rank_rows
 from titan_ckpt.tui.pictures.timeline import bars_rows
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, row
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, placeholder, row
 from titan_ckpt.tui.screens.grid_rows import (
     GridRows,
     Viewport,
@@ -183,7 +183,7 @@ class GridPane(Pane):
             return self.no_incident(width) if incident is None else RowList(no_lane_rows(incident, width))
         grid = self._grid_of(incident)
         if grid is None:
-            return RowList([row(("drawing ...", Role.DIM))])
+            return RowList([placeholder("drawing ...")])
         order = self._orders()[self._order % len(self._orders())]
         wanted = filter_ranks(self.filter_text)
         if self.filter_text and wanted is None:

@@ -19,7 +19,7 @@ from titan_ckpt.tui.data.incident import first_error
 from titan_ckpt.tui.data.logs.filter import FOLD_LINES, LogQuery, LogView, parse_clock, parse_filter, views
 from titan_ckpt.tui.data.logs.index import LogIndex
 from titan_ckpt.tui.data.standing import process_text
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, row, truncate, wrapped
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, counted, placeholder, row, truncate, wrapped
 from titan_ckpt.tui.screens.log_rows import ROLES, LogRows, first_told, last_line
 from titan_ckpt.tui.session.session import Session
 from titan_ckpt.tui.widgets.line_view import LineView
@@ -120,13 +120,13 @@ class LogsPane(Pane):
         found, before = self._found, self.body.rows
         if found is not None:
             return LogRows(found.index, found.view, found.folds, self._cause(found.index), self._culprits())
-        return before if isinstance(before, LogRows) else RowList([row(("searching ...", Role.DIM))])
+        return before if isinstance(before, LogRows) else RowList([placeholder("searching ...")])
 
     def filtered(self, rows: Rows) -> Rows:
         """The filter is a query, which make_rows runs."""
         if len(rows) or not self.filter_text:
             return rows
-        return RowList([row(("searching ...", Role.DIM))]) if self._is_searching else self.no_match("no line matches")
+        return RowList([placeholder("searching ...")]) if self._is_searching else self.no_match("no line matches")
 
     def is_complete(self) -> bool:
         """When all lines and, where there is evidence, the verdict are known."""

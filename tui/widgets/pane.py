@@ -12,7 +12,7 @@ from textual.containers import Container, Vertical
 from textual.message import Message
 from textual.timer import Timer
 
-from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, row, truncate, wrapped
+from titan_ckpt.tui.rows import Role, Row, RowLink, RowList, Rows, parse_ranks, placeholder, row, truncate, wrapped
 from titan_ckpt.tui.session.session import Loadable, Session
 from titan_ckpt.tui.widgets.line_view import LineView
 from titan_ckpt.tui.widgets.one_line import OneLine
@@ -266,9 +266,9 @@ class Pane(Vertical):
     @staticmethod
     def absent_rows(part: Loadable[Any], hint: str, width: int) -> Iterator[Row]:
         """Rows in place of missing data: loading, the error, or a hint where to find it."""
-        role: Role = Role.DIM if part.is_loading or not part.error else Role.BAD
+        role: Role = Role.BAD if part.error else Role.DIM
         for line in wrapped(part.text, width):
-            yield row((line, role), is_problem=role == Role.BAD)
+            yield placeholder(line) if part.is_loading else row((line, role), is_problem=bool(part.error))
         if not part.is_loading and not part.error:
             yield row()
             yield from (row((line, Role.DIM)) for line in wrapped(hint, width))

@@ -222,3 +222,18 @@ async def test_a_run_beside_this_one_is_drawn_by_its_name(tmp_path: Path) -> Non
         await press(app, pilot, "o b enter")
         await settled(app, pilot)
         assert app.query_one(TrainingPane)._other is not None
+
+
+async def test_what_stands_in_place_of_data_is_not_copied() -> None:
+    app = TitanApp(find_content(str(INCIDENTS / "skip")), clock=lambda: 1.8e9, first_screen=2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settled(app, pilot)
+        await press(app, pilot, "y")
+        copied = app.clipboard
+        assert copied == "group default_pg #7: rank 2 differs"
+        app.session.incident.value, app.session.incident.is_loading = None, True
+        app.pane.update_rows(force=True)
+        await pilot.press("y")
+        assert "reading dumps, stacks or logs" in screen_text(app)
+        assert "nothing to copy" in screen_text(app)
+        assert app.clipboard == copied
