@@ -269,7 +269,7 @@ class Launcher:
     is_shared: bool = False
     is_torchrun: bool = False
     has_finished: bool = False  # torchrun says that its workers ended with 0; a shell's code may hide theirs
-    is_called_good: bool = False  # by a scheduler or a service: of what it started, which may be a shell
+    is_called_good: bool = False  # by a scheduler, a service or a shell: of what it started, which may hide an end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

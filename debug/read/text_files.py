@@ -117,7 +117,12 @@ def take_text(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
     elif file.rank is not None and is_stacks(file, data):
         _take_stacks(evidence, file, data.decode("utf-8", "replace"))
     elif not _take_sections(evidence, file, data):
-        _take_log(evidence, file, [(data, False)], is_manifest=b"apiVersion: kubeflow.org/" in head)
+        _take_log(evidence, file, [(data, False)], is_manifest=_is_manifest(head))
+
+
+def _is_manifest(head: bytes) -> bool:
+    """Whether it is a job of Kubeflow in YAML, or the status of one."""
+    return b"apiVersion: kubeflow.org/" in head or b"\nreplicaStatuses:" in head or b" replicaStatuses:" in head
 
 
 def _take_sections(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> bool:

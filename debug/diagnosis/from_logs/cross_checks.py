@@ -16,8 +16,8 @@ from titan_ckpt.debug.diagnosis.looks import TOOLS
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
-from titan_ckpt.debug.incident.parting_words import wrote_on
-from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.parting_words import told_of_more, wrote_on
+from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, StackSnapshot, Verdict
 
 RECORDED = 0.85  # from here on a verdict rests on what was recorded of the rank itself
 
@@ -33,6 +33,8 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict) or _took_part_later(run, verdict):
         return True
+    if verdict.verdict in (VerdictKind.PG_INIT_HANG, *_NOT_COME) and _looked_before_steps(run):
+        return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
         return True
     is_recorded = verdict.confidence >= RECORDED
@@ -44,6 +46,19 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     accused, named = set(verdict.culprits), set(absent_ranks(run))
     return bool(accused & _dumped_too_early(run)) or bool(named and not accused & named)
+
+
+def _looked_before_steps(run: Run) -> bool:
+    """Whether a tool saw ranks in `init_process_group` that logged steps, and one that it is done: these stacks are the older."""
+    logs = [record.log for record in run.ranks.values() if record.log is not None]
+    joining = [record for record in run.ranks.values() if record.log is not None and any(map(_joins, record.stacks))]
+    has_steps = any(record.log is not None and record.log.last_step is not None for record in joining)
+    return has_steps and any(0 < log.tail_line <= log.done_line for log in logs)
+
+
+def _joins(stack: StackSnapshot) -> bool:
+    frames = (frame for thread in stack.threads for frame in thread.frames)
+    return stack.reason in TOOLS and any(frame.function == "init_process_group" for frame in frames)
 
 
 def _all_said_that_they_are_done(run: Run) -> bool:
@@ -206,8 +221,19 @@ def _may_be_caught(run: Run, record: RankRecord) -> bool:
         return True
     if _is_of_the_start(record, error) or (_STDERR.search(error.source) and wrote_on(record, error)):
         return True
+    if _job_went_on(run, error) or told_of_more(record, error):
+        return True
     is_later = 0 < record.log.done_line < error.line or wrote_on(record, error)
     return "announced" in error.values and (has_ended_well or is_later)
+
+
+def _job_went_on(run: Run, error: LogEvent) -> bool:
+    """Whether lines of no rank follow in its file: that the training is done, or a progress bar. (Steps by number may have been
+    held back.)"""
+    log = run.job_log
+    if log is None or log.source != error.source:
+        return False
+    return log.done_line > error.line or (log.last_step is None and log.last_step_line > error.line)
 
 
 _STDERR = re.compile(r"stderr[^/]*$|\.err$")

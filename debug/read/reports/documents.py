@@ -32,6 +32,8 @@ def quoted_lines(value: Any) -> list[str] | None:
         if said := read(value):
             return said
     entries = service_entries(value) or (value.get("events") if isinstance(value, dict) else value)
+    if isinstance(value, dict) and "level" in value and _is_entry(value):
+        entries = [value]  # a log of one line
     if not isinstance(entries, list) or not entries or not all(map(_is_entry, entries)):
         return None
     is_newest_first = _time(entries[0]) > _time(entries[-1])
@@ -110,7 +112,7 @@ def _containers(value: Any) -> list[str] | None:
 
 def _batch_jobs(value: Any) -> list[str] | None:
     """How AWS Batch says that jobs ended, by the last attempt of each; None if the document holds none."""
-    jobs: Any = value.get("jobs") if isinstance(value, dict) else None
+    jobs: Any = value.get("jobs", [value] if "attempts" in value else None) if isinstance(value, dict) else None
     if not _are_objects(jobs) or not all(isinstance(job.get("jobName"), str) and "status" in job for job in jobs):
         return None
     lines = []

@@ -17,17 +17,9 @@ from titan_ckpt.debug.incident.kinds import EventKind
 from titan_ckpt.debug.read.text.clocks import seconds
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.schedulers.host_lists import one_host, ranges
-from titan_ckpt.debug.read.text.schedulers.last_lines import calls_it_good, last_code, of_rank
+from titan_ckpt.debug.read.text.schedulers.last_lines import LastCode, calls_it_good, of_rank
 from titan_ckpt.debug.read.text.schedulers.managers import Managers, Said
-from titan_ckpt.debug.read.text.schedulers.mpi import (
-    HYDRA,
-    HYDRA_SIGNAL,
-    MPI_ABORT,
-    MPI_CODE,
-    MPI_NAME,
-    MPIRUN,
-    PALS,
-)
+from titan_ckpt.debug.read.text.schedulers.mpi import HYDRA, HYDRA_SIGNAL, MPI_ABORT, MPI_CODE, MPI_NAME, MPIRUN, PALS
 from titan_ckpt.debug.read.text.schedulers.nodes import OF_NODES, Node
 from titan_ckpt.debug.read.text.schedulers.pods import PodDescription
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending, Note, signal_number
@@ -45,7 +37,7 @@ class Endings:
     is_elastic: bool = False
     is_torchrun: bool = False  # or torchrun's own lines, before it starts an agent
     has_finished: bool = False  # torchrun's agent met the others at the end: its own workers ended with 0
-    is_called_good: bool = False  # by a scheduler or a service, or by torchrun of this host's workers alone
+    is_called_good: bool = False  # by a scheduler or a service, by torchrun of this host's workers alone, or by a shell
     has_launcher: bool = False  # a launcher of several ranks is named
     attempts: int = 0
     code: int | None = None
@@ -70,6 +62,7 @@ class Endings:
     _spawned: int | None = None
     _told_s: dict[int, float | None] = field(default_factory=dict)
     _managers: Managers = field(default_factory=Managers)
+    _last: LastCode = field(default_factory=LastCode)
 
     def take(self, number: int, line: Line) -> bool:
         """Account for one line; True if a new attempt of the job begins with it."""
@@ -89,9 +82,9 @@ class Endings:
             self.found.append(Ending(code=int(match["code"] or 1), line=number, rank=rank, is_first=True))
         if len(text) < _LONGEST_END and (ended := of_rank(text, line.rank)) is not None:
             self.found.append(replace(ended, line=number))
-        elif not self.pod.name and (code := last_code(text)) is not None:  # a pod's own code is no job's
+        elif not self.pod.name and (code := self._last.take(text)) is not None:  # a pod's own code is no job's
             if line.rank is None:
-                self.code, self.over_line, self.is_called_good = code, number, code == 0 and calls_it_good(text)
+                self.code, self.over_line, self.is_called_good = code, number, code == 0
             else:
                 self.found.append(Ending(code=code, line=number, rank=line.rank))
         elif line.rank is None and calls_it_good(text):

@@ -139,7 +139,7 @@ class JobText:
         self.caught.mark(self.writers.values(), self.endings)
         for stream in self.writers.values():
             crash = stream.crash
-            if (crash.has_steps and stream.done_line > crash.newest) or self.caught.has_gone_on(crash.newest):
+            if self.caught.has_gone_on(crash.newest) or (crash.has_steps and self._is_outlived(stream, crash.newest)):
                 crash.go_on()
         last = max((max(stream.last_step_line, stream.done_line) for stream in self.writers.values()), default=0)
         for stream in (stream for writer, stream in self.writers.items() if writer[0] == "told"):
@@ -152,6 +152,11 @@ class JobText:
                 writer[2] for writer in self.writers if writer[0] == "rank"
             }:
                 self.writers[("place", "", place)] = self.writers.pop(("rank", "", place))
+
+    def _is_outlived(self, stream: Stream, line: int) -> bool:
+        """Whether a rank says after a line that it is done, or a progress bar of the job goes on."""
+        bars = (other.last_step_line for other in self.writers.values() if other.rank < 0 and other.bar)
+        return max(stream.done_line, *bars, 0) > line
 
     def forget_attempt(self) -> None:
         """What was read up to the last failure that the launcher reported is of an attempt that was restarted after it."""

@@ -37,6 +37,7 @@ _OPENED = ("log", "message", "msg")  # of an object that is the text of an entry
 TIME_KEYS = (
     "time", "timestamp", "ts", "@timestamp", "asctime", "__REALTIME_TIMESTAMP", "_time", "TimeGenerated",
 )  # fmt: skip
+_STEP_KEYS = ("step", "global_step", "iteration")
 _RANK_KEYS = ("rank", "global_rank", "RANK")
 _HOST_KEYS = (
     "pod_name", "pod", "kubernetes.pod.name", "PodName", "task_name", "host", "hostname", "host.name", "node",
@@ -196,10 +197,16 @@ def _from_json(raw: str) -> list[str]:
     return (_from_entry(value) if isinstance(value, dict) else []) or [_shortened(raw)]
 
 
+def _of_metrics(value: Mapping[str, Any]) -> str | None:
+    """What an entry of a rank's metrics tells in words; None if it names no step of a rank."""
+    step = next((value[key] for key in _STEP_KEYS if type(value.get(key)) is int), None)
+    return f"step {step}" if step is not None and _first(value, _RANK_KEYS) else None
+
+
 def _from_entry(entry: Mapping[str, Any]) -> list[str]:
     """The lines of an entry; [] where it holds no text."""
     value = _flat(entry)
-    text = _first(value, TEXT_KEYS)
+    text = _first(value, TEXT_KEYS) or _of_metrics(value)
     if text is None:
         return []
     if text.startswith("{") and isinstance(inner := _parsed(text), dict) and _first(inner, _OPENED):

@@ -15,9 +15,10 @@ BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.
 DONE = re.compile(
     r"(?:[Tt]raining|TRAINING|[Rr]un|[Jj]ob) (?:is |has |was )?(?:completed?|finished|done|ended successfully)\b"
-    r"(?! with| on| at step)|\b(?:[Ff]inished|[Cc]ompleted) training\b"
+    r"(?! with| on| at step| \(status: FAIL)|\b(?:[Ff]inished|[Cc]ompleted) training\b"
     r"|`Trainer\.fit` stopped: |'train_runtime': |^\s*\[exiting program at iteration "
 )
+OF_DONE = ("rain", "exiting", " done", "nished", "ompleted")  # one of them is in each line of DONE
 MOST_SHAPES = 64
 LEAST_TIMES = 2  # a line that came once is no habit
 LEAST_NEW = 4  # times that a line has to come which had never come before

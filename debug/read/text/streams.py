@@ -16,7 +16,7 @@ from titan_ckpt.debug.read.text.error_kinds import blamed, kind_of_error
 from titan_ckpt.debug.read.text.messages import details, recognize
 from titan_ckpt.debug.read.text.prefixes import Line
 from titan_ckpt.debug.read.text.refusals import Refusals
-from titan_ckpt.debug.read.text.routine import BAR, DONE, RECORD, STEP, GoesOn, Routine, beside_main
+from titan_ckpt.debug.read.text.routine import BAR, DONE, OF_DONE, RECORD, STEP, GoesOn, Routine, beside_main
 from titan_ckpt.debug.read.text.writers.log_records import CHAINED, TRACEBACK
 
 TAIL_LINES = 40
@@ -145,9 +145,7 @@ class Stream:
             time_s = clocks.seconds(match, 1970)
         if time_s is not None:
             self.time_s, self.zone, self.time_line = time_s, line.zone, number
-        if (
-            "rain" in line.text or "exiting" in line.text or " done" in line.text or "nished" in line.text
-        ) and DONE.search(line.text[:400]):
+        if any(word in line.text for word in OF_DONE) and DONE.search(line.text[:400]):
             self.done_line = number
         is_trusted = time_s is not None or (self.frames is None and "rror" not in line.text)
         if "'loss':" in line.text and "'epoch':" in line.text:  # Transformers' Trainer, which names no step

@@ -1,4 +1,4 @@
-"""A traceback in a job that a scheduler or service calls good makes a suspect; a shell's word, or a failure, changes nothing."""
+"""A traceback in a job that a scheduler, a service or a shell calls good makes a suspect; a failure changes nothing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,27 @@ PARTLY = (  # of a part of the job, or of another one
     "ft-worker-0   0/1     Completed   0          2h", "Job completed with result: Succeeded",
     "[exiting program at iteration 500] datetime: 2026-04-14 10:00:10",
 )  # fmt: skip
+OF_SHELLS = (  # which may hide the end of what ran in a pipe
+    "exit status 0", "exit code 0", "rc=0", "$ echo $?\n0", "+ exit 0", "$ docker wait trainer\n0",
+    "[1]+  Done                    torchrun --nproc-per-node 4 train.py > train.log 2>&1",
+    "2026-05-12 10:31:00 launcher: all processes exited with 0",
+)  # fmt: skip
+GOES_ON = (  # what follows the traceback is of no rank, or of its own
+    "Epoch 1:  30%|###       | 300/1000 [03:00<07:00, 1.66it/s]", "`Trainer.fit` stopped: `max_steps=100` reached.",
+    "{'train_runtime': 8812.1, 'train_samples_per_second': 11.2, 'train_loss': 1.2, 'epoch': 1.0}",
+    "Run completed: kind-otter-8Fz", "[rank1]: Saving model checkpoint to /out/checkpoint-500", "[rank1]: sample skipped",
+)  # fmt: skip
 NO_PROOF = (
     "",
-    "exit status 0",
+    "$ echo $?\n1",
+    "$ docker wait trainer\n137",
+    "0",
+    "step 3 loss 2.1",
+    "✗ Job finished (status: FAILED).",
+    "Epoch 1:   0%|          | 0/1000 [00:00<?, ?it/s]",
+    "[rank1]: the run crashed before it finished",
+    "[rank1]:   a message of two lines",
+    "[rank1]: cleaning up",
     "2026-11-12 08:12:01,225 ERR cli.py:64 -- Job 'raysubmit_x1' failed",
     "I 11-12 10:20:13 cloud_vm_ray_backend.py] Job 3 finished (status: FAILED).",
     "llm-sft   Running   3/4           41m        50m",
@@ -47,7 +65,7 @@ def culprits(last: str, folder: Path) -> tuple[int, ...]:
     return diagnose(open_run(str(folder)))[0].culprits
 
 
-@pytest.mark.parametrize("last", [*GOOD, *PARTLY])
+@pytest.mark.parametrize("last", [*GOOD, *PARTLY, *OF_SHELLS, *GOES_ON])
 def test_nobody_is_accused_where_the_job_is_called_good(last: str, tmp_path: Path) -> None:
     assert culprits(last, tmp_path) == ()
 
@@ -108,7 +126,23 @@ def test_one_error_on_the_watchdogs_of_all(ranks: tuple[int, ...], expected: tup
     assert diagnose(open_run(str(tmp_path)))[0].culprits == expected
 
 
-@pytest.mark.parametrize("last", PARTLY)
+def test_a_job_of_slurm_that_completed_beside_the_log(tmp_path: Path) -> None:
+    """Rows of `sacct` whose last column is none of ExitCode; a step that failed is no part of its job's end."""
+    row = "77                train  {}  {}  n01\n77.0             python  {}  {}  n01\n"
+    (tmp_path / "sacct.txt").write_text(row.format("COMPLETED", "0:0", "COMPLETED", "0:0"))
+    assert culprits("", tmp_path) == ()
+    (tmp_path / "sacct.txt").write_text(row.format("FAILED", "1:0", "FAILED", "1:0"))
+    assert culprits("", tmp_path) == (1,)
+
+
+def test_json_lines_of_metrics_that_go_on_after_a_traceback(tmp_path: Path) -> None:
+    of_step = '{{"rank": {0}, "step": {1}, "loss": 1.0}}\n'
+    after = "".join(of_step.format(rank, step) for step in range(3, 9) for rank in range(4))
+    (tmp_path / "log.txt").write_text(RAISED + after)
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == ()
+
+
+@pytest.mark.parametrize("last", [*PARTLY, *GOES_ON])
 def test_a_good_end_of_a_part_proves_none_of_the_job(last: str, tmp_path: Path) -> None:
     steps = "".join(f"[rank{rank}]: step {step}\n" for step in range(3) for rank in range(4))
     (tmp_path / "log.txt").write_text(f"{steps}{last}\n")

@@ -90,3 +90,28 @@ def test_a_tool_may_have_looked_before_the_last_words_of_all(
     words = "".join(f"[default{rank}]:rank {rank} {text}\n" for text in ("epoch 2 it 7", last) for rank in range(2))
     verdict, found = top(tmp_path, console=words)
     assert (verdict, found) == ("STUCK_ON_CPU", culprits)
+
+
+def test_a_progress_bar_that_goes_on_makes_them_history(tmp_path: Path) -> None:
+    bar = "Epoch 2:   8%|8         | {}/90 [00:07<01:40,  1.1s/it]\n"
+    before, after = bar.format(7), bar.format(9)
+    assert top(tmp_path, job=steps(0, 5) + before + dumps()) == ("STUCK_ON_CPU", (0,))
+    assert top(tmp_path, job=steps(0, 5) + before + dumps() + before) == ("STUCK_ON_CPU", (0,))
+    assert top(tmp_path, job=steps(0, 5) + before + dumps() + after) == ("RUNNING", ())
+
+
+SPY = 'Process 90{0}: python train.py\nPython v3.11.7 (/opt/venv/bin/python3.11)\n\nThread 90{0} (idle): "MainThread"\n'
+AT = (
+    "    exec_module (<frozen importlib._bootstrap_external>:936)\n    <module> (train.py:2)\n",
+    "    init_process_group (torch/distributed/distributed_c10d.py:1899)\n    <module> (train.py:5)\n",
+)
+
+
+def test_a_look_at_the_start_is_older_than_the_end(tmp_path: Path) -> None:
+    """A tool saw ranks in `init_process_group` whose logs have steps."""
+    (tmp_path / "look").mkdir()
+    for rank, frames in enumerate((AT[0], *AT[1:] * 3)):
+        (tmp_path / "look" / f"rank_{rank}.txt").write_text(SPY.format(rank) + frames)
+    done = "[rank0] Training completed\n"
+    assert top(tmp_path, train=done) == ("PG_INIT_HANG", (0,))
+    assert top(tmp_path, train=steps(0, 5) + done)[1] == ()

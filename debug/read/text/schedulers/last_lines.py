@@ -8,11 +8,12 @@ not expected`), Airflow (`local_task_job_runner.py`), HTCondor's event log, OAR 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from titan_ckpt.debug.read.text.schedulers.process_ends import Ending
 
 _CODE = re.compile(
-    r"\s*(?:(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*|exit status |command terminated with exit code "
+    r"\s*(?:(?:rc|exit(?:[ _-]?code| status)?)\s*[=:]\s*|exit status |exit code |command terminated with exit code "
     r"|make: \*\*\* .{1,200} Error |Process finished with exit code |##\[error\]Process completed with exit code "
     r"|(?:\S{1,40}: )?(?:python[\d.]{0,5}|command|process|job|training|script|program|child) "
     r"exited with (?:status|(?:exit )?code) "
@@ -40,7 +41,8 @@ _SACCT = re.compile(
 # `kubectl get job`. All of them know the exit code of what they started, often a shell, which may hide that of a process.
 _GOOD = re.compile(
     r"^Successfully completed\.\s*$|\bDone waiting for a return code\. Received 0 from exiting process\."
-    r"|-- Job '[\w.-]{1,80}' succeeded\s*$|\bJob \d{1,9} finished \(status: SUCCEEDED\)|\bAll processes exited with code 0\s*$"
+    r"|-- Job '[\w.-]{1,80}' succeeded\s*$|\bJob \d{1,9} finished \(status: SUCCEEDED\)"
+    r"|\b[Aa]ll (?:processes|workers|ranks) exited with (?:code )?0\s*$"
 )
 _COMPLETE = re.compile(r"^\S{1,120}\s+Complete\s+(?P<done>\d{1,6})/(?P=done)\s")  # of one job among those of a cluster
 # The same of a part of the job, or by what may speak of another one: DeepSpeed's launcher, torchrun's events, seff, srun, PBS,
@@ -53,11 +55,12 @@ _WELL = re.compile(
     r"|^\[\d{1,4}\][+-]? +Done +[^|]{1,400}$|^\tExit status: 0\s*$|^Run exited with code 0\s*$|\bReporting training SUCCESS\b"
     r"|\bJob finished(?: \(status)?: SUCCEEDED\b|^Run status: COMPLETED\b|^Training completed after \d{1,9} iterations at "
     r"|^\S{1,120}-\d{1,6}\s+0/\d{1,3}\s+Completed\s|^Status: +Succeeded\s*$|\bMarking task as SUCCESS\b|^Job succeeded\s*$"
+    r"|^\d{1,12}(?:_\d{1,9})?(?:\s+\S{1,80}){1,12}\s+COMPLETED\s+0:0(?:\s+\S{1,200}){1,2}\s*$"
     r"|^Job completed with result: Succeeded\s*$|^\s*\[exiting program at iteration \d{1,9}\]"
 )
 _OF_WELL = (
-    "omplete", "OMPLETE", "ucce", "UCCE", "xit_status", "xit status", "Normal termination", "] ", "exited with code 0",
-    "exiting program",
+    "omplete", "OMPLETE", "ucce", "UCCE", "xit_status", "xit status", "Normal termination", "] ", "]+ ", "]- ",
+    "exited with code 0", "exiting program",
 )  # fmt: skip
 # A rank's own code in words, as scripts collect them: `rank 2: exit code 1`, `rank=2 exitcode=-9`.
 _OF_RANK = re.compile(
@@ -89,9 +92,32 @@ def last_code(text: str) -> int | None:
     return UNKNOWN if _FAILED.search(text) else None
 
 
+_ASKS = re.compile(r"(?:^|[$#>%;] ?)echo \"?\$\?\"?\s*$|\b(?:docker|podman) wait [\w.-]{1,100}\s*$")
+_NUMBER = re.compile(r"\d{1,3}\s*$")
+
+
+@dataclass(slots=True)
+class LastCode:
+    """The exit code that a file tells of a job; also a bare number below the command that asked for it."""
+
+    _is_asked: bool = False
+
+    def take(self, text: str) -> int | None:
+        """The exit code of a job that ends with this line.
+
+        >>> last = LastCode()
+        >>> last.take("$ echo $?"), last.take("0"), last.take("0")
+        (None, 0, None)
+        """
+        is_asked, self._is_asked = self._is_asked, len(text) < LONGEST_ASKING and _ASKS.search(text) is not None
+        return int(text) if is_asked and _NUMBER.match(text) else last_code(text)
+
+
+LONGEST_ASKING = 300  # characters of a command line
+
+
 def calls_it_good(text: str) -> bool:
-    """Whether a scheduler or a service says that a job ended well, or a launcher that a part of it did; not a shell's word of its
-    last command.
+    """Whether a scheduler or a service says that a job ended well, or a launcher that a part of it did.
 
     >>> calls_it_good("Successfully completed."), calls_it_good("exit code: 0")
     (True, False)
