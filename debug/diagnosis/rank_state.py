@@ -141,7 +141,8 @@ def _by_stack(run: Run, record: RankRecord) -> Situation | None:
         return None
     frame = user_frame(stack.main.frames, run.wrappers)
     kind, call = main_thread_state(stack.main)
-    text = (f"main thread in {frame.function}" + (f" -> {call}" if call else "")) if frame else "main thread"
+    below = f" -> {call}" if frame is not None and call not in ("", frame.function) else ""
+    text = f"main thread in {frame.function}{below}" if frame is not None else "main thread"
     frame = None if frame is not None and is_native(frame) else frame  # no line of the program's
     seen = Evidence.at(frame, text=text, rank=record.rank, source=stack.source)
     is_busy = kind == RankState.ON_CPU

@@ -71,7 +71,7 @@ class RunEvidence:
     exits: list[Exit] = field(default_factory=list)
     launcher: Launcher | None = None
     world_size: int = 0
-    read_stems: set[tuple[int, str]] = field(default_factory=set)
+    read_stems: dict[tuple[int | None, str], int] = field(default_factory=dict)  # of pickles: their highest number
     num_evidence: int = 0
     has_notes_only: bool = False  # nothing else was found: a page into which somebody pasted logs is evidence
     recorded_ranks: int = 0

@@ -44,6 +44,7 @@ from titan_ckpt.debug.read.recorder_files import (
 from titan_ckpt.debug.read.reports.documents import quoted_lines
 from titan_ckpt.debug.read.reports.process_stacks import is_pyspy_json, read_pyspy_json
 from titan_ckpt.debug.read.reports.ras import is_ras_json, read_ras_json
+from titan_ckpt.debug.read.snapshots import newest_in_json
 from titan_ckpt.debug.read.text_files import (
     NOTES,
     finish_texts,
@@ -303,7 +304,7 @@ def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
             f"the file's name has no rank (expected rank_N), and no group has rank {rank}, as its folder is called"
         )
     record = _rank(evidence, rank)
-    evidence.read_stems.add((rank, file.stem))
+    evidence.read_stems[rank, file.stem] = int(parsed.operations["seq"].max(initial=0))
     _note_dump(evidence, file, parsed)
     record.known_groups.update(
         {g.name: g for g in parsed.groups.values() if g.members and g.name and rank in g.members}
@@ -335,7 +336,7 @@ def _take_box(evidence: RunEvidence, file: EvidenceFile, box: BlackBox) -> None:
 
 
 def _take_json(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
-    if file.rank is not None and (file.rank, file.stem) in evidence.read_stems:
+    if (twin := evidence.read_stems.get((file.rank, file.stem))) is not None and newest_in_json(data) <= twin:
         return  # the pickle of the same snapshot has the same, with call stacks
     if not data.lstrip().startswith((b"{", b"[")):
         return  # nothing that is known

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,18 @@ import numpy as np
 from titan_ckpt.debug.incident.records import COMPLETED, NO_OPERATIONS, Array
 
 NO_FRAMES = 0
+
+
+_NUMBER = re.compile(rb'"collective_seq_id": ?(\d{1,18})')
+
+
+def newest_in_json(data: bytes) -> int:
+    """The highest number of a collective in a dump in JSON; 0 if it has none.
+
+    >>> newest_in_json(b'{"entries": [{"collective_seq_id": 7, "is_p2p": false}]}')
+    7
+    """
+    return max(map(int, _NUMBER.findall(data)), default=0)
 
 
 def merge_dumps(snapshots: Sequence[Array]) -> Array:

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
 from titan_ckpt.debug.incident.records import COMPLETED, STARTED, Run
 from titan_ckpt.tui.data.arrays import ByteArray, Floats, Ints
@@ -219,20 +218,6 @@ def _mark_different(lane: Lane, codes: Codes) -> None:
     for column in np.flatnonzero((largest != smallest) & (largest >= 0)).tolist():
         signature = lane.signature[:, column]
         codes[(signature >= 0) & (signature != usual_signature(signature)), column] = DIFFERS
-
-
-def failed_rows(run: Run, lane: Lane) -> dict[int, int]:
-    """The newest collective of members at which it failed, by rank: the row among its operations.
-
-    A rank that logged an error of the communication left it, as gloo's `retired` also says, while others still wait in it.
-    """
-    found = {}
-    for place in np.flatnonzero(lane.done & np.isin(lane.last, lane.pending[lane.pending >= 0])).tolist():
-        record, at = run.ranks[lane.members[place]], int(lane.row[place, int(lane.last[place]) - lane.first_seq])
-        errors = (event for event in record.events if event.kind.is_communication)
-        if record.operations["state"][at] != COMPLETED and any(not logged_on(record, event) for event in errors):
-            found[lane.members[place]] = at
-    return found
 
 
 def usual_signature(column: Ints) -> int:

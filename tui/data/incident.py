@@ -17,6 +17,7 @@ from titan_ckpt.debug.diagnosis.looks_well import as_ended, went_on
 from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
+from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows
 from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
@@ -27,7 +28,7 @@ from titan_ckpt.debug.live.kernel_states import with_kernel_states
 from titan_ckpt.debug.read.reader import OnRead, open_run
 from titan_ckpt.debug.report.seen_situations import seen_situations
 from titan_ckpt.tui.data.arrays import Floats, Ints
-from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, failed_rows, in_order, newest_late
+from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, in_order, newest_late
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
 from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan

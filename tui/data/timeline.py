@@ -32,7 +32,7 @@ from titan_ckpt.tui.rows import Glyph, Role
 
 LAST_OPERATIONS = 24
 _PART_OF_WINDOW = 20  # the window begins with the earliest rank if that adds no more than 1 / 20 to it
-FROZEN, DEAD, IN_CODE = 100, 101, 102  # beside the codes of a grid
+FROZEN, DEAD, IN_CODE, LEAVING = 100, 101, 102, 103  # beside the codes of a grid
 # Code -> how its bar looks. What was issued and has not ended reaches to the right edge.
 BARS: Mapping[int, Glyph] = {
     BLANK: Glyph(char=" ", role=Role.DIM, label="in no operation"),
@@ -48,6 +48,7 @@ BARS: Mapping[int, Glyph] = {
     FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
     DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
     IN_CODE: Glyph(char="c", role=Role.WARN, label="in host code"),
+    LEAVING: Glyph(char="t", role=Role.WARN, label="shuts down"),
 }
 
 

@@ -203,7 +203,7 @@ def _lag_text(incident: Incident, lane: Lane, column: int, rank: int, op: Operat
     created = {i: int(incident.run.ranks[lane.members[i]].operations["created_ns"][rows[i]]) for i in places.tolist()}
     mine_ns = op.created_ns - ahead[lane.members.index(rank)]
     lag_s = (mine_ns - min((time - ahead[i] for i, time in created.items() if time), default=mine_ns)) / 1e9
-    return f"{format_duration(lag_s)} after the first rank" if round(lag_s * 1e3) else "with the first rank"
+    return f"{format_duration(lag_s)} after the first rank" if round(lag_s * 1e3) else "within 1 ms of the first rank"
 
 
 def log_rows(logs: LogIndex, source: str, line: int, width: int) -> Iterator[Row]:

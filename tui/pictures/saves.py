@@ -54,13 +54,18 @@ def save_rows(found: RunSteps, metrics: Metrics | None, width: int) -> Iterator[
         since, took = state or _since(gap), _seconds(stall)
         role = Role.BAD if is_bad else Role.DIM
         yield row((f"{mark}{step.step:>8}  ", Role.BAD if is_bad else Role.PLAIN), (f"{bar:<{room}} ", Role.GOOD),
-                  (f"{since:<9}", role), f"  {size}{took:>8}  {_seconds(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip
+                  (f"{since:<9}", role), f"  {size}{took:>8}  {_at_most(upload):>8}", link=link, is_problem=is_bad)  # fmt: skip
     if len(found.steps) > len(shown):
         yield row((f"  and {len(found.steps) - len(shown):,} older", Role.DIM))
 
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else format_duration(value)
+
+
+def _at_most(value: float | None) -> str:
+    """The seconds of an upload: the record of a later step tells of its end, which was before that."""
+    return "" if value is None else f"<{format_duration(value)}"
 
 
 def _since(gap_s: float | None) -> str:
@@ -92,7 +97,7 @@ def checkpoint_rows(opened: Checkpoint, metrics: Metrics | None, width: int) -> 
     stall = value_at(metrics, "save_stall_s", opened.step)
     if stall is not None:
         yield from fact("stall", format_duration(stall), width)
-    yield from fact("upload", _seconds(metrics.uploads.get(opened.step) if metrics is not None else None), width)
+    yield from fact("upload", _at_most(metrics.uploads.get(opened.step) if metrics is not None else None), width)
     yield row()
     yield head("largest tensors")
     ordered = sorted(manifest.tensors, key=lambda tensor: -int(np.prod(tensor.global_shape, dtype=np.int64)))[:_LARGEST]

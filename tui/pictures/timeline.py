@@ -20,6 +20,7 @@ from titan_ckpt.tui.data.timeline import (
     DEAD,
     FROZEN,
     IN_CODE,
+    LEAVING,
     StepTimes,
     Window,
     last_window,
@@ -32,9 +33,13 @@ from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, 
 
 _FEW_RANKS = 24
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
-_STOP = "╎"
+_STOP, _OLDER = "╎", "‹"
 _HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
-_IN_CODE = (RankState.ON_CPU, RankState.GIL_HELD)
+_BUSY: Mapping[RankState, int] = {
+    RankState.ON_CPU: IN_CODE,
+    RankState.GIL_HELD: IN_CODE,
+    RankState.IN_TEARDOWN: LEAVING,
+}
 
 
 def parties(incident: Incident, most: int) -> list[tuple[int, ...]]:
@@ -67,9 +72,10 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     is_standing = bool(incident.stop_s) and not is_calm
     stop = window.cell(_stop_ns(incident, firsts, ahead), cells) if is_standing else -1
     seen: set[int] = set()
-    yield row((f"{'':<{before}}{axis(window, cells)}", Role.DIM))
+    older = _OLDER if _has_older(incident, firsts, window, ahead) else ""
+    yield row((f"{older:>{before}}{axis(window, cells)}", Role.DIM))
     if 0 <= stop < cells:
-        stood_s = incident.last_sign_ns / 1e9 - incident.stop_s
+        stood_s = _stood_until_s(incident) - incident.stop_s
         bare = "nobody goes on from here" if incident.failed else LAST_WAITS
         whole = f"{bare}, for {format_duration(stood_s)}" if stood_s >= 1 else bare
         text = whole if len(whole) + 2 <= max(stop, cells - stop) else bare
@@ -90,6 +96,21 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
                 ((f"{BARS[code].char} ", BARS[code].role), f"{BARS[code].label}  ")))  # fmt: skip
 
 
+def _has_older(incident: Incident, ranks: Sequence[int], window: Window, ahead: Mapping[int, int]) -> bool:
+    """Whether a rank issued anything before the window."""
+    begun = ((rank, incident.run.ranks[rank].operations["created_ns"]) for rank in ranks)
+    return any(
+        0 < int(times[times > 0].min(initial=window.end)) - ahead.get(rank, 0) < window.start for rank, times in begun
+    )
+
+
+def _stood_until_s(incident: Incident) -> float:
+    """When the first rank that waits ended its wait with an error of the communication, else the last sign of life."""
+    records = (incident.run.ranks[edge.waiter] for edge in incident.edges)
+    errors = (event.time_s for record in records for event in record.events if event.kind.is_communication)
+    return min((time for time in errors if time and time > incident.stop_s), default=incident.last_sign_ns / 1e9)
+
+
 def _bar(incident: Incident, rank: int, codes: Sequence[int], stop: int) -> Iterator[TextSpan]:
     """The bar of a rank; one of which no operation is known was not idle."""
     word = "" if incident.run.ranks[rank].operations["created_ns"].any() else GLYPHS[SILENT].label
@@ -105,7 +126,7 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
         table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_over=incident.is_over
     )
     state = incident.states.get(rank)
-    after = PENDING if _waits_unseen(incident, rank) else IN_CODE if state is not None and state.kind in _IN_CODE else 0
+    after = PENDING if _waits_unseen(incident, rank) else _BUSY.get(state.kind, 0) if state is not None else 0
     if stop >= 0 and after:
         codes[int(np.flatnonzero(codes).max(initial=-1)) + 1 :] = after
     for lane in incident.lanes if incident.is_slow else ():

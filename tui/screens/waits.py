@@ -22,7 +22,7 @@ from titan_ckpt.tui.widgets.part import Part, Space
 MAX_WAITERS = 200
 LEAST_FOLDED = 5
 _NARROW = 50
-_ENDED = ((" open when recorded,", 5), (f" {GLYPHS[ENDED].label}", 1))  # `ENDED_TEXT`, as the parts of `with_place`
+_ENDED = ((" open when recorded,", 5), (f" {GLYPHS[ENDED].label}", 0))  # `ENDED_TEXT`, as the parts of `with_place`
 
 
 class WaitsPane(Pane):

@@ -7,13 +7,14 @@ does (`dist.recv(activations, rank - 1)`). Only what can be computed from the ra
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.kinds import VerdictKind
-from titan_ckpt.debug.incident.records import Run, Situation, Verdict
+from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Verdict
 
 _MODULES = ("dist", "distributed", "c10d", "distributed_c10d")
 _SENDS = ("send", "isend", "send_object_list")
@@ -237,3 +238,21 @@ def _verdict(
 
 
 __all__ = ["Half", "half_of", "names_group", "without_group", "wrong_peer"]
+
+
+# Who has its part of these goes on, though others still wait for the root or for their turn.
+EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
+_TO_ROOT = ("reduce", "gather", "gather_object")  # the root waits for whoever left it out
+_FROM_ROOT = ("broadcast", "scatter", "broadcast_object_list", "scatter_object_list")
+ROOTED = (*_FROM_ROOT, *_TO_ROOT, *EXCHANGES)
+_ROOT = re.compile(r"\b(?:group_)?(?:src|dst)\s{0,4}=\s{0,4}(\d{1,6})\b|\bbroadcast\([^,()]{1,80},\s{0,4}(\d{1,6})\b")
+
+
+def may_wait_for_one(record: RankRecord, call: str) -> bool:
+    """Whether a rank alone in this call may wait for a rank that left it out: any in an exchange, or in what a root collects; the
+    root itself in what it hands out, by the line of its traceback, else rank 0 as mostly."""
+    if call in _FROM_ROOT:
+        texts = (frame.text for event in record.events for frame in event.calls)
+        roots = {int(match[1] or match[2]) for text in texts if (match := _ROOT.search(text)) is not None}
+        return record.rank in (roots or {0})
+    return call in ROOTED

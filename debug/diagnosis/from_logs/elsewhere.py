@@ -6,8 +6,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from titan_ckpt.debug.diagnosis.from_logs.by_source import receivers_circle, without_group, wrong_peer
-from titan_ckpt.debug.diagnosis.from_logs.watchdogs import wait_apart
+from titan_ckpt.debug.diagnosis.from_logs.by_source import (
+    EXCHANGES,
+    ROOTED,
+    may_wait_for_one,
+    receivers_circle,
+    without_group,
+    wrong_peer,
+)
+from titan_ckpt.debug.diagnosis.from_logs.watchdogs import INFERRED, timed_out, wait_apart, wait_together
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.frames import INIT, is_library
@@ -39,15 +46,12 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
         return
     common = counts[0][0] if len(counts) == 2 and 2 * counts[1][1] <= counts[0][1] else _routine(run, places)
     culprits = tuple(rank for rank, place in places.items() if place and place != common)
-    are_apart = _are_of_other_groups([*calls.values()]) or wait_apart(run, culprits, witnesses)
+    are_apart = _are_of_other_groups(run, calls) or wait_apart(run, culprits, witnesses)
     if not common or not culprits or are_apart or _are_in_start([*calls.values()]):
         return
     first, other = states[culprits[0]], states[next(rank for rank, place in places.items() if place == common)]
     basis = Basis.OTHER_WAIT if len(culprits) < len(witnesses) - len(culprits) else Basis.LEFT_ROUTINE
-    is_open = any(_is_unknown(run.ranks[rank]) or _bare(calls[rank]) in _EXCHANGES for rank in culprits)
-    is_rooted = (
-        is_open or _bare(calls[other.rank]) in _ROOTED or any(in_subgroup(run.ranks[rank]) for rank in witnesses)
-    )
+    is_rooted = _is_rooted(run, witnesses, culprits, calls, other.rank)
     basis = Basis.LEFT_ROOTED if is_rooted else basis
     key = next(
         (event.values.get("key", "") for event in run.ranks[culprits[0]].events if event.kind == EventKind.STORE_WAIT),
@@ -79,13 +83,31 @@ def deviant(run: Run, witnesses: Sequence[int], states: Mapping[int, Situation])
 MOST_APART = 100
 
 
-def _are_of_other_groups(calls: Sequence[str]) -> bool:
-    """Whether watchdogs give one operation numbers so far apart that they count in groups of their own: in one group nobody
-    completes what another has not issued."""
-    numbers = [
-        int(number) for _, hash_, number in (call.partition(" #") for call in calls) if hash_ and number.isdigit()
-    ]
-    return len({*map(_bare, calls)}) == 1 and len(numbers) == len(calls) and max(numbers) - min(numbers) > MOST_APART
+def _is_rooted(run: Run, ranks: Sequence[int], culprits: Sequence[int], calls: Mapping[int, str], other: int) -> bool:
+    """Whether those that wait elsewhere than most may wait for one of these: in a smaller group, or in an operation with a root.
+    Not if most are in the step that all repeat, or watchdogs give both one number."""
+    is_step = _call_of(run.ranks[other]) in ROUTINE or _number(calls[culprits[0]]) == _number(calls[other]) != ""
+    is_open = any(
+        _bare(calls[rank]) in EXCHANGES if is_step else may_wait_for_one(run.ranks[rank], _bare(calls[rank]))
+        for rank in culprits
+    )
+    return (
+        is_open
+        or any(_is_unknown(run.ranks[rank]) for rank in culprits)
+        or _bare(calls[other]) in ROOTED
+        or wait_together(run, culprits)
+        or any(in_subgroup(run.ranks[rank]) for rank in ranks)
+    )
+
+
+def _are_of_other_groups(run: Run, calls: Mapping[int, str]) -> bool:
+    """Whether watchdogs give numbers so far apart that they count in groups of their own: in one group nobody completes what
+    another has not issued. Where they name groups, these tell, unless all wait in one operation."""
+    works = (timed_out(run.ranks[rank]) for rank in calls)
+    is_named = any(work is not None and work.group not in ("", INFERRED) for work in works)
+    numbers = [int(number) for call in calls.values() if (number := _number(call)).isdigit()]
+    is_told = is_named and len({*map(_bare, calls.values())}) > 1
+    return not is_told and len(numbers) == len(calls) > 0 and max(numbers) - min(numbers) > MOST_APART
 
 
 def _are_in_start(calls: Sequence[str]) -> bool:
@@ -126,16 +148,14 @@ def _all_receive(run: Run, ranks: Sequence[int], states: Mapping[int, Situation]
     )  # fmt: skip
 
 
-# Who has its part of these goes on, though others still wait for the root or for their turn.
-_EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
-_ROOTED = (
-    "broadcast", "scatter", "reduce", "gather", "broadcast_object_list", "scatter_object_list", "gather_object", *_EXCHANGES,
-)  # fmt: skip
-
-
 def _bare(call: str) -> str:
     """The operation of a call, without the number that a watchdog gives it."""
     return call.partition(" ")[0]
+
+
+def _number(call: str) -> str:
+    """The number that a watchdog gives the operation of a call: operations of one number are one, if the ranks agree."""
+    return call.partition(" #")[2]
 
 
 def _known_as(call: str) -> str:

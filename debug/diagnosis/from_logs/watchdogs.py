@@ -48,6 +48,9 @@ def watchdogs(run: Run) -> Iterator[Verdict]:
     yield from [*_behind(run, works)] or _never_issued(run)
 
 
+INFERRED = "default"  # of a line that names the rank in its group, where that is its rank in the job
+
+
 def timed_out(record: RankRecord) -> Work | None:
     """The first operation that a rank's watchdog reported; its group may be named by another line about the same number."""
     said = [
@@ -58,7 +61,7 @@ def timed_out(record: RankRecord) -> Work | None:
         return None
     seq = first.values["seq"]
     groups = (event.values["group"] for event in said if event.values.get("group") and event.values["seq"] == seq)
-    group = next(groups, "default" if first.values.get("rank") == str(record.rank) else "")
+    group = next(groups, INFERRED if first.values.get("rank") == str(record.rank) else "")
     return Work(
         rank=record.rank, group=group, seq=int(seq), op=first.values["op"], size=first.values.get("numel_in", ""), event=first
     )  # fmt: skip
@@ -168,6 +171,13 @@ def wait_apart(run: Run, some: Sequence[int], ranks: Sequence[int]) -> bool:
     rest = {group for rank, group in groups.items() if rank not in some}
     is_part = all(group and not _OF_ALL.fullmatch(group) for group in named | rest)
     return is_part and bool(named) and bool(rest) and named.isdisjoint(rest)
+
+
+def wait_together(run: Run, ranks: Sequence[int]) -> bool:
+    """Whether several ranks wait in one operation of a group that does not hold all ranks: for another member, or for none."""
+    works = {work.place for rank in ranks if (work := timed_out(run.ranks[rank])) is not None}
+    groups = {work.group for rank in ranks if (work := timed_out(run.ranks[rank])) is not None}
+    return len(ranks) > 1 and len(works) == 1 and all(group and not _OF_ALL.fullmatch(group) for group in groups)
 
 
 def _number(event: LogEvent, name: str) -> int:

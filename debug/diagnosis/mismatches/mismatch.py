@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -114,6 +115,11 @@ def _blame(meeting: Meeting, sides: Sequence[Side]) -> Blame:
     scores = [_strangeness(meeting, side) for side in tied]
     if max(scores) > min(scores) and not all(_is_new(meeting, side) for side in tied):
         strange = tied[scores.index(max(scores))]
+        if (due := _due(meeting, tied)) is not None and due is strange:
+            others = tuple(sorted(rank for side in tied if side is not due for rank in side.ranks))
+            return Blame(culprits=others, basis=Basis.BROKE_HISTORY, why="an operation of every few steps was due")
+        if max(scores) == UNEXPECTED and _came_so_before(meeting, strange):
+            return _tie(sides, "what either party did had followed on the operation before")
         why = "its own earlier operations led elsewhere"
         return Blame(culprits=strange.ranks, basis=Basis.BROKE_HISTORY, why=why)
     return _tie(sides, "both parties are equally large and neither breaks with its own history")
@@ -145,6 +151,28 @@ def _is_new(meeting: Meeting, side: Side) -> bool:
     return is_new_line or side.key not in [key for key, _ in before]
 
 
+def _due(meeting: Meeting, sides: Sequence[Side]) -> Side | None:
+    """The one party whose operation comes after the same number of others each time, and now again: as one of every few steps."""
+    due = []
+    for side in sides:
+        keys = [key for key, _ in history(meeting, side.ranks[0])]
+        places = [place for place, key in enumerate(keys) if key == side.key]
+        gaps = {after - before for before, after in pairwise([*places, len(keys)])}
+        if len(places) > 1 and len(gaps) == 1:
+            due.append(side)
+    return due[0] if len(due) == 1 else None
+
+
+def _came_so_before(meeting: Meeting, side: Side) -> bool:
+    """Whether an operation had followed on the one before it already: it may be one of every few steps, though it is not what the
+    shortest period leads to."""
+    keys = [key for key, _ in history(meeting, side.ranks[0])]
+    return (keys[-1], side.key) in pairwise(keys)
+
+
+UNEXPECTED = 2  # how strange an operation is that is known, and is not the predicted one
+
+
 def _strangeness(meeting: Meeting, side: Side) -> int:
     """How much an operation breaks with what the rank did before: not the predicted one, never issued, from a new line."""
     before = history(meeting, side.ranks[0])
@@ -154,7 +182,7 @@ def _strangeness(meeting: Meeting, side: Side) -> int:
     score = 0
     predicted = predict(keys)
     if predicted is not None and predicted != side.key:
-        score += 2
+        score += UNEXPECTED
     if keys and side.key not in keys:
         score += 2
     if keys and side.operation.op not in {key[0] for key in keys}:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_ckpt.debug.diagnosis.mismatches.meeting import call_site, key_of, predict
+from titan_ckpt.debug.diagnosis.waiting.device_order import is_met
 from titan_ckpt.debug.diagnosis.waiting.rhythm import Departure, left_order, left_rhythm, worked_before
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of
 from titan_ckpt.debug.incident.confidence import Basis
@@ -73,6 +74,7 @@ def off_rhythm(
     run: Run, ranks: Sequence[int], edges: Sequence[Edge], states: Mapping[int, Situation]
 ) -> Iterator[Verdict]:
     """The verdict on the one of some ranks, for which others wait, that left the order which it had repeated."""
+    ranks = [rank for rank in ranks if not is_met(run, rank)]
     inside = tuple(edge for edge in edges if edge.awaited in ranks)
     outside = tuple(sorted({edge.waiter for edge in inside} - set(ranks)))
     cycle = _Cycle(run=run, ranks=tuple(ranks), inside=inside, outside=outside, states=states)
@@ -378,16 +380,19 @@ def _verdict(cycle: _Cycle, finding: _Finding) -> Verdict:
         step=cycle.run.step_of(finding.culprits[0]),
         confidence=finding.basis.confidence,
         headline=finding.headline,
-        evidence=tuple(_wait(cycle, edge) for edge in finding.edges[:8]),
+        evidence=tuple(_wait(cycle, edge, finding.culprits) for edge in finding.edges[:8]),
         chain=tuple((edge.waiter, edge.awaited) for edge in finding.edges),
         next_steps=(finding.advice,),
     )
 
 
-def _wait(cycle: _Cycle, edge: Edge) -> Evidence:
+def _wait(cycle: _Cycle, edge: Edge, culprits: Sequence[int]) -> Evidence:
+    """Where a rank waits; of one at fault not for whom, since that is no cause."""
     operation = _operation(cycle.run, edge)
     frame = user_frame(operation.frames, cycle.run.wrappers) if operation else None
-    text = f"waits for rank {edge.awaited}" + (f" in {operation.op} on group {operation.group}" if operation else "")
+    where = f" in {operation.op} on group {operation.group}" if operation else ""
+    is_cause = edge.waiter in culprits and len(culprits) < len(cycle.ranks)
+    text = f"{'itself waits' if is_cause else f'waits for rank {edge.awaited}'}{where}"
     return Evidence.at(frame or cycle.states[edge.waiter].frame, text=text, rank=edge.waiter)
 
 

@@ -71,6 +71,18 @@ def waits_on_device(run: Run, record: RankRecord) -> bool:
     return has_order(record) and bool(head_rows(record)) and any(_states_of_device(run))
 
 
+def is_met(run: Run, rank: int) -> bool:
+    """Whether the devices of all members of a group have come to the collective that a rank's device is at: then it waits for no
+    rank there, and what is queued behind it does not hold it up."""
+    record = run.ranks[rank]
+    rows = head_rows(record) if waits_on_device(run, record) else ()
+    if not rows or record.operations["p2p"][rows[0]]:
+        return False
+    [part] = heads(run, rank)
+    members = run.groups[part[0]].members
+    return bool(members) and all(member in run.ranks and part in heads(run, member) for member in members)
+
+
 def _states_of_device(run: Run) -> Iterator[bool]:
     """Of each rank with a device's operations, whether any of them has another state than `scheduled`."""
     return (bool(record.operations["state"].any()) for record in run.ranks.values() if has_order(record))

@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
 from titan_ckpt.debug.diagnosis.waiting.device_order import Part, has_order, heads, mixed_ranks, part_of, ranks_behind
+from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
 from titan_ckpt.debug.incident.records import COMPLETED, RECV, SCHEDULED, SEND, STARTED, Array, Run, Situation
@@ -91,6 +92,7 @@ def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> 
     newest, least = int(lane.last.max()), int(lane.last.min())
     edges = []
     behind: dict[int, list[int]] = {}
+    failed = failed_rows(run, lane)
     for place, (rank, seq, done) in enumerate(zip(lane.members, lane.last.tolist(), lane.done.tolist(), strict=True)):
         state = states[rank]
         if seq < 0 or not can_wait(state) or (done and state.kind != RankState.IN_COLLECTIVE):
@@ -100,7 +102,8 @@ def _collective_edges(run: Run, lane: Lane, states: Mapping[int, Situation]) -> 
         at = seq if done else _waits_at(run, lane, place, least)
         if at not in behind:
             behind[at] = _behind(lane, at)
-        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=at, is_after=done) for other in behind[at]]
+        is_after = done and rank not in failed
+        edges += [Edge(waiter=rank, awaited=other, group=lane.group, seq=at, is_after=is_after) for other in behind[at]]
     return edges or _edges_to_stopped(lane, states)
 
 

@@ -9,7 +9,8 @@ from enum import IntEnum
 from titan_ckpt.debug.read.text.messages import NO_DIGITS
 
 STEP = re.compile(
-    r"\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iter(?:ation)?[ =:#]{1,10})(\d{1,9})\b", re.IGNORECASE
+    r"(?<!checkpoint )(?<!ckpt )\b(?:global_?)?(?:step(?:[ =:#-]{0,3}| {4,8})|iter(?:ation)?[ =:#]{1,10})(\d{1,9})\b",
+    re.IGNORECASE,
 )
 BAR = re.compile(r"\b(\d{1,9})/\d{1,9} \[\d[\d:]{3,12}<")  # tqdm's: `3/1000 [00:03<10:00,  1.64it/s]`
 # What trainers write when they are done: Lightning, Transformers' Trainer, Megatron-LM, and what programs say in their own words.

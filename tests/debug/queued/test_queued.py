@@ -84,3 +84,17 @@ def test_a_collective_that_nothing_holds_up_was_not_started(tmp_path: Path) -> N
     }
     top = judged(tmp_path, rows, **{"0": "default_pg"})[0]
     assert (top.verdict, top.culprits) == ("SCHEDULED_NOT_STARTED", (2,))
+
+
+def test_less_queued_behind_what_all_have_come_to(tmp_path: Path) -> None:
+    """An operation of every other step, which all completed, is none too many on the rank that has queued less."""
+    shard, world = ("1", "mesh_dp"), ("0", "default_pg")
+    order = [shard, shard, world, shard, shard, world, world] * 2
+    numbers = [order[: place + 1].count(group) for place, group in enumerate(order)]
+    done = [collective(n, group, seq, "completed") for n, (group, seq) in enumerate(zip(order, numbers, strict=True))]
+    begun, first = collective(14, shard, 9, "started"), done[:]
+    queued = [collective(15, shard, 10, "scheduled"), collective(16, world, 7, "scheduled")]
+    rows = {rank: [*first, begun, *(queued if rank != 1 else ())] for rank in range(4)}
+    verdicts = judged(tmp_path, rows, **{"0": "default_pg", "1": "mesh_dp"})
+    assert not verdicts[0].culprits
+    assert not any(verdict.subtype == "extra_collective" for verdict in verdicts)

@@ -215,3 +215,13 @@ def test_dumps_from_long_before_the_logged_steps_are_old(hours: int, is_old: boo
     run = open_run(str(tmp_path))
     assert any(flag.flag == "EARLIER_ATTEMPT" for flag in run.flags) == is_old
     assert (diagnose(run)[0].verdict == "RUNNING") == is_old
+
+
+def test_a_dump_in_json_that_is_newer_than_its_pickle(tmp_path: Path) -> None:
+    """The same operations are not read twice; further ones are not lost."""
+    folder = write(tmp_path / "d", "2.10", as_json=False, stem="rank_")
+    same, more = [entry("2.10", seq) for seq in (1, 2)], [entry("2.10", seq) for seq in (1, 2, 3)]
+    (folder / "rank_2.json").write_text(json.dumps(dump("2.10", same)))
+    assert len(open_run(str(folder)).ranks[2].dumps) == 1
+    (folder / "rank_2.json").write_text(json.dumps(dump("2.10", more)))
+    assert open_run(str(folder)).ranks[2].operations["seq"].tolist() == [1, 2, 3]
