@@ -297,8 +297,9 @@ def with_place(parts: Sequence[tuple[str, int]], place: str, width: int) -> str:
     for limit in sorted({number for _, number in parts} | {0}, reverse=True):
         text = "".join(text for text, number in parts if number <= limit)
         for at in (place, name) if place else ("",):
-            if len(text) + 2 * bool(at) + len(at) <= width:
-                return piece(f"{text}{'  ' * bool(at)}{at}", f"{whole}{'  ' * bool(at)}{place}")
+            between = "  " * bool(text and at)
+            if len(text + between + at) <= width:
+                return piece(f"{text}{between}{at}", f"{whole}{'  ' * bool(at)}{place}")
     text, rest = truncate(text, width), place_text(place, width - len(text) - 2)
     return piece(f"{text}{'  ' * bool(rest)}{rest}", f"{whole}  {place}".rstrip())
 

@@ -208,7 +208,7 @@ def with_unit(title: str, value: float) -> str:
 
 # The characters differ where a terminal has no colours, too.
 _SHARES = (("steps", "━", Role.GOOD), ("data", "╍", Role.NOTE), ("saves", "█", Role.WARN), ("redone", "x", Role.BAD),
-           ("startup", "s", Role.DIM), ("other", "·", Role.DIM))  # fmt: skip
+           ("startup", "~", Role.DIM), ("other", "·", Role.DIM))  # fmt: skip
 
 
 def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:
@@ -221,4 +221,4 @@ def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:
     for name, char, role in _SHARES:
         if found.seconds[name] > 0:
             text = f"{found.share(name):>5.1%}  {format_duration(found.seconds[name])}"
-            yield row((f"{char} ", role), (f"{name:<7}", Role.DIM), text)
+            yield row((f"{char} ", role), (f"{name:<8}", Role.DIM), text)

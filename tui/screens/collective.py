@@ -307,6 +307,9 @@ class CollectiveRows:
             does = f"{verb} in {wait.operation.op}{number}".strip()
         start = f"{self._lag('', width)}    {does}"
         line = _place(frame, width - 8 - self._state_width - len(start))
+        if frame is not None and not line:  # the state's words go before the line of a rank that others wait for
+            start = f"{self._lag('', width)}  "
+            line = _place(frame, width - 8 - self._state_width - len(start))
         label = f"{glyph.label:<{self._state_width}}"
         return row((f"{mark[0]}{rank:>5}  ", mark[1]), (label, glyph.role), start, (line, Role.DIM),
                    link=RowLink(screen=6, rank=rank), is_problem=glyph is not _NOT_YET, at=_at(frame))  # fmt: skip

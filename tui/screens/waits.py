@@ -49,7 +49,7 @@ class WaitsPane(Pane):
             return ""
         if not incident.edges:
             return "no rank is seen to wait for another one"
-        is_inferred = all(edge.is_inferred for edge in incident.edges)
+        is_inferred = all(_is_inferred(incident, edge) for edge in incident.edges)
         origin = " inferred from the verdict" if is_inferred else ""
         return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, waiting ranks below"
 
@@ -206,9 +206,14 @@ def _fitting(parts: Sequence[tuple[str, int]], frame: Frame | None, width: int) 
     return whole if len(whole) <= width else piece(with_place(parts, frame.place, max(width, 8)), whole)
 
 
+def _is_inferred(incident: Incident, edge: Edge) -> bool:
+    """Whether nothing but the verdict shows a wait: a rank in `init_process_group` is seen there by its stack or its log."""
+    return edge.is_inferred and incident.states[edge.waiter].kind != RankState.IN_INIT
+
+
 def _why(incident: Incident, edge: Edge) -> list[tuple[str, int]]:
     """What a rank waits in, as the parts of `with_place`."""
-    sure = [(" (inferred)", 3)] if edge.is_inferred else []
+    sure = [(" (inferred)", 3)] if _is_inferred(incident, edge) else []
     state = incident.states[edge.waiter]
     if state.kind == RankState.IN_INIT and edge.seq < 0:
         return [(f"{'waited' if incident.is_past((edge.waiter,)) else 'waits'} in init", 0), *sure]
@@ -248,7 +253,14 @@ def _rank_row(
         pending = incident.wait_of.get(rank)
     glyph, is_culprit = SITUATIONS[state.kind], rank in incident.top.culprits
     slow = next((e.text for e in incident.top.evidence if incident.is_slow and is_culprit and e.rank == rank), "")
-    what = _doing_parts(slow or incident.doing(rank)) if pending is None else _pending_parts(incident, pending)
+    is_shown = (
+        state.frame is not None and not state.kind.may_wait
+    )  # by its glyph: on a narrow terminal the line is worth more
+    what = (
+        _doing_parts(slow or incident.doing(rank), int(is_shown))
+        if pending is None
+        else _pending_parts(incident, pending)
+    )
     parts = [
         *(what if edge is None else _why(incident, edge)),
         (f" ({kind_text(state.detail)})" if state.detail else "", 2),
@@ -271,10 +283,10 @@ def _indent(depth: int, width: int) -> str:
     return " " * (2 + (1 if width < _NARROW else 2) * min(depth, 12))
 
 
-def _doing_parts(text: str) -> list[tuple[str, int]]:
-    """What a rank did, as the parts of `with_place`: before the name of the file is cut, `was in` goes."""
+def _doing_parts(text: str, number: int) -> list[tuple[str, int]]:
+    """What a rank did, as the parts of `with_place`, its words of that `number`: before the file's name is cut, `was in` goes."""
     start = next((words for words in ("was in ", "in ") if text.startswith(words)), "")
-    return [(start, 1), (text.removeprefix(start), 0)]
+    return [(start, number + 1), (text.removeprefix(start), number)]
 
 
 def _fault_text(incident: Incident, rank: int) -> str:

@@ -13,9 +13,9 @@ from titan_ckpt.tui.screenshot import settled
 from tools.paths import DATA, INCIDENTS
 
 
-async def shown(path: Path, keys: str) -> str:
+async def shown(path: Path, keys: str, size: tuple[int, int] = (120, 36)) -> str:
     app = TitanApp(find_content(str(path)), clock=lambda: 1.8e9)
-    async with app.run_test(size=(120, 36)) as pilot:
+    async with app.run_test(size=size) as pilot:
         await settled(app, pilot)
         await press(app, pilot, keys)
         await settled(app, pilot)
@@ -42,3 +42,15 @@ async def test_what_the_evidence_shows(path: Path, keys: str, words: tuple[str, 
 
 async def test_nothing_is_left_of_the_window_where_all_is_in_it() -> None:
     assert "‹0" not in await shown(INCIDENTS / "sigstop", "2")
+
+
+@pytest.mark.parametrize(
+    ("path", "keys", "row"),
+    [
+        (DATA / "injected" / "teardown", "6", "t rank 1 ! threading.py:1590"),
+        (INCIDENTS / "ckpt_io", "3", "absent       faults.py:156"),
+    ],
+)
+async def test_the_line_of_the_culprit_is_not_cut_off(path: Path, keys: str, row: str) -> None:
+    """On a small terminal its state's words go, which its sign has."""
+    assert row in await shown(path, keys, (40, 12))
