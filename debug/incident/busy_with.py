@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from titan_ckpt.debug.incident.frames import is_library, is_native
 from titan_ckpt.debug.incident.kinds import Subtype
@@ -151,3 +152,19 @@ def last_words(record: RankRecord) -> tuple[Evidence, ...]:
             text=f"the program's last log line: {lines[-1].strip()[:160]}", rank=record.rank, source=record.log.source
         ),
     )
+
+
+_SHARE = re.compile(r"\b0{0,8}(\d{1,9}) ?(?:/|-?of-?) ?0{0,8}(\d{1,9})\b")
+LEAST_COUNTED = 3  # lines
+
+
+def counts_up(lines: Sequence[str]) -> bool:
+    """Whether the last lines count up to a number that they have not come to: who wrote them was at work, not stuck.
+
+    >>> counts_up(["eval batch 0/18", "eval batch 4/18", "eval batch 8/18"]), counts_up(["try 1/3", "try 2/3", "try 3/3"])
+    (True, False)
+    """
+    found = [match for line in lines[-LEAST_COUNTED:] for match in [*_SHARE.finditer(line)][:1]]
+    counts, ends = [int(match[1]) for match in found], {match[2] for match in found}
+    is_up = all(before < after for before, after in pairwise(counts))
+    return len(found) == LEAST_COUNTED and is_up and len(ends) == 1 and counts[-1] < int(ends.pop())

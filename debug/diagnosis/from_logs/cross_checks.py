@@ -15,6 +15,7 @@ from titan_ckpt.debug.diagnosis.from_logs.watchdogs import timed_out
 from titan_ckpt.debug.diagnosis.looks import TOOLS
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
+from titan_ckpt.debug.incident.busy_with import counts_up
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.parting_words import told_of_more, wrote_on
 from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, StackSnapshot, Verdict
@@ -33,6 +34,8 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     if are_of_earlier_run(run, verdict.culprits) or _is_of_old_dumps(run, verdict) or _took_part_later(run, verdict):
         return True
+    if _was_at_work(run, verdict):
+        return True
     if verdict.verdict in (VerdictKind.PG_INIT_HANG, *_NOT_COME) and _looked_before_steps(run):
         return True
     if verdict.subtype == Subtype.FINISHED_EARLY and not _ended_before(run, verdict):
@@ -46,6 +49,24 @@ def is_contradicted(run: Run, verdict: Verdict) -> bool:
         return True
     accused, named = set(verdict.culprits), set(absent_ranks(run))
     return bool(accused & _dumped_too_early(run)) or bool(named and not accused & named)
+
+
+def _was_at_work(run: Run, verdict: Verdict) -> bool:
+    """Whether a dump says that others wait for a rank, one look of a tool found it in its own code, its last lines count up, and
+    nobody waited for too long: it may be slow, as in an evaluation or save. (`standstill` judges a look without dumps.)"""
+    if verdict.verdict != VerdictKind.STUCK_ON_CPU or not verdict.culprits or verdict.confidence < RECORDED:
+        return False
+    if any(record.exit or any(e.kind.is_communication for e in record.events) for record in run.ranks.values()):
+        return False
+    accused = [run.ranks[rank] for rank in verdict.culprits if rank in run.ranks]
+    return all(
+        record.heartbeat is None
+        and record.log is not None
+        and counts_up(record.log.tail)
+        and bool(record.stacks)
+        and all(stack.reason in TOOLS for stack in record.stacks)
+        for record in accused
+    )
 
 
 def _looked_before_steps(run: Run) -> bool:
