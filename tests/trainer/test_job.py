@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.support.training_runs import (
     FREEZE,
@@ -32,6 +33,7 @@ from titan_ckpt.debug import diagnose, open_run
 from titan_ckpt.trainer.config.toml_records import resolve
 from titan_ckpt.trainer.config.train_config import TrainConfig
 from titan_ckpt.trainer.job.rank_process import attempt_store
+from titan_ckpt.trainer.launch import launch as launching
 from titan_ckpt.trainer.launch.launch import RanksFailedError, launch
 from titan_ckpt.trainer.report.logs import run_folder
 from tools.paths import DEBUG_CONFIG
@@ -296,3 +298,17 @@ def test_launch_leaves_its_callers_environment_as_it_was(tmp_path: Path) -> None
         launch([DEBUG_CONFIG, "--set", "train.stepz=3"], config, run_folder(str(tmp_path), ""), nproc=2)
     assert dict(os.environ) == environment
     assert logger.level == level
+
+
+def test_a_signal_within_a_timer_of_torch_is_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's `prof` fails in its `finally` where the signal comes before its first line."""
+
+    def interrupted(*_: object) -> None:
+        try:
+            raise SignalException("got signal: 15", sigval=signal.SIGTERM)
+        finally:
+            raise UnboundLocalError("cannot access local variable 'start'")
+
+    monkeypatch.setattr(launching, "elastic_launch", lambda *_: interrupted)
+    config = resolve(TrainConfig, DEBUG_CONFIG, []).config
+    assert launch([DEBUG_CONFIG], config, run_folder(str(tmp_path), ""), nproc=2) == 130

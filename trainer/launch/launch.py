@@ -173,6 +173,11 @@ def launch(
             raise _explain(error, folder) from error
         except SignalException as error:
             return _after_signal(error, folder, launched_s, config.save.grace_s)
+        except UnboundLocalError as error:
+            # A signal between two lines of torch's timer (elastic/metrics/api.py, `prof`): it fails while it handles that.
+            if not isinstance(error.__context__, SignalException):
+                raise
+            return _after_signal(error.__context__, folder, launched_s, config.save.grace_s)
     return 0
 
 
