@@ -304,7 +304,7 @@ def _take_dump(evidence: RunEvidence, file: EvidenceFile, data: bytes) -> None:
             f"the file's name has no rank (expected rank_N), and no group has rank {rank}, as its folder is called"
         )
     record = _rank(evidence, rank)
-    evidence.read_stems[rank, file.stem] = int(parsed.operations["seq"].max(initial=0))
+    evidence.read_stems[rank, file.stem] = int(parsed.operations["seq"][parsed.operations["p2p"] == 0].max(initial=0))
     _note_dump(evidence, file, parsed)
     record.known_groups.update(
         {g.name: g for g in parsed.groups.values() if g.members and g.name and rank in g.members}

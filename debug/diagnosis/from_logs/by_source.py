@@ -237,9 +237,6 @@ def _verdict(
     )  # fmt: skip
 
 
-__all__ = ["Half", "half_of", "names_group", "without_group", "wrong_peer"]
-
-
 # Who has its part of these goes on, though others still wait for the root or for their turn.
 EXCHANGES = ("all_to_all", "all_to_all_single", "alltoall", "alltoall_base")
 _TO_ROOT = ("reduce", "gather", "gather_object")  # the root waits for whoever left it out
@@ -256,3 +253,6 @@ def may_wait_for_one(record: RankRecord, call: str) -> bool:
         roots = {int(match[1] or match[2]) for text in texts if (match := _ROOT.search(text)) is not None}
         return record.rank in (roots or {0})
     return call in ROOTED
+
+
+__all__ = ["EXCHANGES", "ROOTED", "Half", "half_of", "may_wait_for_one", "names_group", "without_group", "wrong_peer"]
