@@ -36,7 +36,7 @@ from titan_ckpt.debug.diagnosis.no_culprit import all_gone, running, says_done, 
 from titan_ckpt.debug.diagnosis.process_groups import group_conflicts, group_creation
 from titan_ckpt.debug.diagnosis.rank_death import is_absent, own_exception
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts, situations
-from titan_ckpt.debug.diagnosis.same_fault import merged, named_together
+from titan_ckpt.debug.diagnosis.same_fault import merged, named_together, of_program
 from titan_ckpt.debug.diagnosis.standstill import (
     Pace,
     ended_in_wait,
@@ -115,7 +115,8 @@ def _diagnose(run: Run) -> list[Verdict]:
     if ranked[0].verdict == VerdictKind.RUNNING and has_lost_launcher(run):
         ranked = [undecided(run, edges, states)]
     ranked[0] = with_told_chain(run, edges, ranked[0])
-    return [_with_group(run, _with_step(run, _as_ended(run, verdict))) for verdict in ranked[:MAX_VERDICTS]]
+    told = (of_program(run, _as_ended(run, _with_threads(run, verdict))) for verdict in ranked[:MAX_VERDICTS])
+    return [_with_group(run, _with_step(run, verdict)) for verdict in told]
 
 
 def _not_yet_over(pace: Pace, ranked: Sequence[Verdict]) -> list[Verdict]:
@@ -305,7 +306,7 @@ def _left_behind(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
         yield Verdict(
             verdict=VerdictKind.TEARDOWN_STUCK, culprits=(rank,), confidence=Basis.STACK_IN_TEARDOWN.confidence,
             headline=f"rank {rank} does not end: it hangs in {states[rank].call}, and all others have ended",
-            evidence=(*states[rank].evidence, *_program_threads(run, rank)), step=run.step_of(rank),
+            evidence=states[rank].evidence, step=run.step_of(rank),
             next_steps=("look for a thread that is no daemon, a pool or a process that nobody stops before the program ends",),
         )  # fmt: skip
 
@@ -313,6 +314,14 @@ def _left_behind(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]
 def _stalls_in_teardown(run: Run, state: Situation) -> bool:
     has_stall = any(stack.reason.startswith(STALL) for stack in run.ranks[state.rank].stacks)
     return state.kind == RankState.IN_TEARDOWN and has_stall
+
+
+def _with_threads(run: Run, verdict: Verdict) -> Verdict:
+    """The verdict; on a rank that does not end, with the threads of its program, for one of which the exit may wait."""
+    if verdict.verdict != VerdictKind.TEARDOWN_STUCK or len(verdict.culprits) != 1:
+        return verdict
+    first, rest = verdict.evidence[:1], verdict.evidence[1:]
+    return replace(verdict, evidence=(*first, *_program_threads(run, verdict.culprits[0]), *rest))
 
 
 def _program_threads(run: Run, rank: int) -> Iterator[Evidence]:

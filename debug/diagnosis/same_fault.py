@@ -48,6 +48,20 @@ def _died_together(first: Verdict, other: Verdict) -> Verdict:
     )
 
 
+def of_program(run: Run, verdict: Verdict) -> Verdict:
+    """The verdict; where it names each of several ranks of a job as one that died, of one cause, nobody is at fault alone: all
+    are victims. A host or a GPU may be at fault with all its ranks."""
+    everybody = max(run.world_size, len(run.ranks))
+    if verdict.verdict != VerdictKind.RANK_DIED or verdict.subtype in (Subtype.HOST, Subtype.DEVICE):
+        return verdict
+    if everybody < 2 or len(verdict.culprits) < everybody:
+        return verdict
+    what = verdict.headline.partition(" died: ")[2]
+    headline = f"{'both' if everybody == 2 else f'all {everybody:,}'} ranks died, none of them alone at fault: {what}"
+    steps = tuple(step.replace("; the other ranks are only its victims", "") for step in verdict.next_steps)
+    return replace(verdict, culprits=(), victims=verdict.culprits, headline=headline, next_steps=steps)
+
+
 def _cause(run: Run, verdict: Verdict, first_s: float) -> object:
     """Equal for verdicts of one cause; None for a verdict that stands for itself."""
     if verdict.verdict == VerdictKind.STUCK_ON_CPU:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from titan_ckpt.debug.incident.kinds import DEMAND, IN_LOG, STALL, RankState
 from titan_ckpt.debug.incident.records import Evidence, Frame, RankRecord, StackSnapshot, Thread
@@ -68,7 +69,11 @@ MAX_FRAMES = 64
 
 def is_library(frame: Frame) -> bool:
     """Whether a frame belongs to the interpreter or an installed package, not to the user's program."""
-    file = frame.file
+    return _is_library_file(frame.file)
+
+
+@lru_cache(maxsize=4096)  # of thousands of ranks, whose frames are in the same few files
+def _is_library_file(file: str) -> bool:
     return bool(_LIBRARY.search(file) or _STANDARD.match(file) or _WRAPPER.search(file))
 
 

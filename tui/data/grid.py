@@ -129,6 +129,13 @@ def usual_operation(run: Run, lane: Lane, column: int) -> str:
     return run.operation(lane.members[places[0]], int(lane.row[places[0], column])).op if len(places) else ""
 
 
+def mark_failed(grid: Grid, lane: Lane, failed: Mapping[int, int]) -> None:
+    """Mark FAILED the operations at which ranks failed; `failed`: their rows, by rank."""
+    for place in [place for place, rank in enumerate(lane.members) if rank in failed]:
+        is_failed = lane.row[place, : grid.codes.shape[1]] == failed[lane.members[place]]
+        grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
+
+
 def build_p2p_grid(run: Run, lane: Lane, missing: Mapping[int, int], different: Mapping[int, int]) -> Grid:
     """Build the heatmap of sends and receives: column j is each rank's j-th. `missing` and `different`: columns by place."""
     codes = np.zeros(lane.row.shape, np.uint8)

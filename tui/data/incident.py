@@ -17,7 +17,7 @@ from titan_ckpt.debug.diagnosis.looks_well import as_ended, went_on
 from titan_ckpt.debug.diagnosis.rank_death import logged_on
 from titan_ckpt.debug.diagnosis.rank_state import situations
 from titan_ckpt.debug.diagnosis.stragglers import clock_offsets
-from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows
+from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows, raised_rows
 from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
@@ -31,7 +31,7 @@ from titan_ckpt.tui.data.arrays import Floats, Ints
 from titan_ckpt.tui.data.grid import DONE, ENDED, FAILED, GLYPHS, PENDING, RUNNING, in_order, newest_late
 from titan_ckpt.tui.data.p2p import P2P_VERDICTS, different_halves, missing_halves, ordinal, p2p_lanes
 from titan_ckpt.tui.data.timeline import last_issued_ns
-from titan_ckpt.tui.rows import CULPRIT, Glyph, Role, RowLink, TextSpan
+from titan_ckpt.tui.rows import Glyph, Role, RowLink
 
 NO_FAULT = (VerdictKind.HEALTHY, VerdictKind.RUNNING, VerdictKind.INSUFFICIENT_DATA)
 P2P_NAME = " send/recv"
@@ -110,7 +110,9 @@ class Incident:
     def failed(self) -> dict[int, int]:
         """The operation at which a rank failed, as the row among its operations, by rank."""
         collectives = self.lanes[: len(self.lanes) - self.num_p2p_lanes]
-        return {rank: row for lane in collectives for rank, row in failed_rows(self.run, lane).items()}
+        return raised_rows(self.run) | {
+            r: row for lane in collectives for r, row in failed_rows(self.run, lane).items()
+        }
 
     def word_of(self, rank: int, row: int) -> str:
         """What became of an operation of a rank, in the words of the grid's legend."""
@@ -180,8 +182,12 @@ class Incident:
 
     def group_name(self, group: int, *, is_p2p: bool = False) -> str:
         """Name of the lane of a group (an index into the run's); the group's own if it has none."""
-        places = [i for i, lane in enumerate(self.lanes) if lane.group == group and self.is_p2p(lane) == is_p2p]
-        return self.names[places[0]] if places else str(self.run.groups[group])
+        return self._name_of.get((group, is_p2p)) or str(self.run.groups[group])
+
+    @cached_property
+    def _name_of(self) -> dict[tuple[int, bool], str]:
+        named = zip(self.lanes, self.names, strict=True)
+        return {(lane.group, self.is_p2p(lane)): name for lane, name in reversed([*named])}
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
@@ -265,8 +271,9 @@ class Incident:
 
     @property
     def foremost(self) -> int | None:
-        """The rank to look at first: the first at fault, else the first suspect."""
-        return next(iter(self.top.culprits or self.top.suspects), None)
+        """The rank to look at first: the first at fault, else the first suspect, or of all that died."""
+        died = self.top.victims if self.top.verdict == VerdictKind.RANK_DIED else ()
+        return next(iter(self.top.culprits or self.top.suspects or died), None)
 
     def link_of(self, verdict: Verdict, rank: int | None = None) -> RowLink | None:
         """What a verdict is about: a collective, a send or receive (whose number counts per pair), else its rank's waits."""
@@ -364,31 +371,15 @@ def _own_errors(record: RankRecord) -> list[LogEvent]:
 
 def activities(incident: Incident) -> Iterator[tuple[RankState, str, list[int]]]:
     """(kind, what they do, ranks), worst first; those that have ended apart: they did it."""
-    alike: dict[tuple[RankState, bool], list[int]] = {}
+    alike: dict[tuple[RankState, bool, bool], list[int]] = {}
     for rank, state in incident.states.items():
         is_over = state.kind not in _NO_ACTIVITY and incident.is_past((rank,))
-        alike.setdefault((state.kind, is_over), []).append(rank)
-    for kind, is_over in sorted(alike, key=lambda each: (list(SITUATIONS).index(each[0]), each[1])):
-        ranks = alike[kind, is_over]
+        alike.setdefault((state.kind, is_over, rank in incident.failed), []).append(rank)
+    for kind, is_over, has_failed in sorted(alike, key=lambda each: (list(SITUATIONS).index(each[0]), *each[1:])):
+        ranks = alike[kind, is_over, has_failed]
         doing = {incident.doing(rank) for rank in ranks}
         was = "was " if is_over and not incident.is_slow else ""
         yield kind, doing.pop() if len(doing) == 1 else f"{was}{SITUATIONS[kind].label}", ranks
-
-
-def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
-    """A glyph per rank, the mark of a culprit in place of its own; with more ranks than cells, each cell shows the worst of
-    several ranks."""
-    culprits = set(incident.top.culprits)
-    order = list(SITUATIONS)
-    ranks = sorted(incident.states)
-    per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
-    cells: list[TextSpan] = []
-    for start in range(0, len(ranks), per_cell):
-        kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
-        worst = SITUATIONS[min(kinds, key=order.index)]
-        is_at_fault = not culprits.isdisjoint(ranks[start : start + per_cell])
-        cells.append((CULPRIT, Role.BAD) if is_at_fault else (worst.char, worst.role))
-    return cells
 
 
 def frame_text(frame: Frame) -> str:

@@ -206,6 +206,8 @@ def standing(incident: Incident, now_s: float) -> Standing:
 def _facts(incident: Incident, now_s: float | None) -> tuple[str, ...]:
     top, named = incident.top, incident.top.culprits or incident.top.suspects
     facts = [ranks_named(named, 3) if top.culprits else f"suspects: {ranks_named(named, 3)}"] if named else []
+    if top.verdict == VerdictKind.RANK_DIED and not named:
+        named, facts = top.victims, ["all ranks"]  # of one cause: nobody is at fault alone
     stuck = "slow, not stuck" if incident.is_slow else stuck_text(incident, now_s)
     facts += [stuck, _subtype_text(incident) if top.verdict not in NO_FAULT else ""]
     lines = {line_text(incident, rank) for rank in named}

@@ -12,11 +12,12 @@ Range = tuple[float, float]
 # Bits of the dots of a braille cell, [row][column].
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], np.int64)
 BRAILLE = 0x2800
+DOWN = 4  # dots of a cell, one above the other
 
 
 def dots(x: _Floats, y: _Floats, *, rows: int, columns: int, x_range: Range, y_range: Range) -> _Ints:
     """Cells [rows, columns] of a curve through known points; a cell's character is BRAILLE plus its value, 0 is empty."""
-    across, down = columns * 2, rows * 4
+    across, down = columns * 2, rows * DOWN
     cells = np.zeros((rows, columns), np.int64)
     if not len(x):
         return cells

@@ -11,8 +11,8 @@ import numpy as np
 from titan_ckpt.console.units import format_duration, format_size
 from titan_ckpt.tui.data.arrays import Floats
 from titan_ckpt.tui.data.metrics import Goodput, Metrics
-from titan_ckpt.tui.pictures.braille import BRAILLE, Range, column_of, dots, number
-from titan_ckpt.tui.pictures.ticks import round_ticks
+from titan_ckpt.tui.pictures.braille import BRAILLE, DOWN, Range, column_of, dots, number
+from titan_ckpt.tui.pictures.ticks import even_scale, round_ticks
 from titan_ckpt.tui.rows import Role, Row, TextSpan, fitted, row, truncate_start
 
 GUTTER = 10
@@ -80,6 +80,7 @@ def panel_rows(
     columns, rows = plot_columns(width), max(height - 1, 1)
     every = np.concatenate([curve.steps for curve in curves])
     x_range, y_range = (float(every.min()), float(every.max())), (float(y.min()), float(y.max()))
+    y_range, ticks = _scale(rows, y_range)
     cells = [
         np.bitwise_or.reduce(
             [dots(*each, rows=rows, columns=columns, x_range=x_range, y_range=y_range) for each in pieces]
@@ -87,7 +88,6 @@ def panel_rows(
         for pieces in known
     ]
     at = column_of(spot, columns, x_range) if spot is not None and x_range[0] <= spot <= x_range[1] else -1
-    ticks = _ticks(rows, y_range)
     for line in range(rows):
         spans = _spans([of_curve[line].tolist() for of_curve in cells], [curve.role for curve in curves], at)
         yield row((f"{ticks.get(line, ''):>{GUTTER - 1}} ", Role.DIM), *spans)
@@ -115,12 +115,12 @@ def _shown_value(curve: Curve, spot: float | None) -> str:
     return f"   newest {number(float(curve.values[known][-1]))}{how}" if known.any() else ""
 
 
-def _ticks(rows: int, over: Range) -> dict[int, str]:
-    """The scale, by line: round numbers, two lines or more apart."""
-    if over[0] == over[1]:
-        return {rows // 2: number(over[0])}
-    ticks = round_ticks(*over, max(2 * rows // 3, 1))
-    return {rows - 1 - int((tick - over[0]) / (over[1] - over[0]) * (rows - 1e-9)): number(tick) for tick in ticks}
+def _scale(rows: int, over: Range) -> tuple[Range, dict[int, str]]:
+    """The range to draw, and round numbers by line, equally far apart: each at the lowest dot of its line."""
+    if over[0] == over[1] or rows < 2:
+        return over, {rows // 2: number(over[0])}
+    whole, values = even_scale(*over, rows, dots=DOWN)
+    return whole, {rows - 1 - line: number(value) for line, value in values.items()}
 
 
 def _spans(lines: Sequence[Sequence[int]], roles: Sequence[Role], spot: int) -> Iterator[TextSpan]:

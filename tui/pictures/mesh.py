@@ -82,3 +82,19 @@ def cell(incident: Incident, rank: int) -> TextSpan:
         return CULPRIT, Role.BAD
     glyph = SITUATIONS[incident.states[rank].kind]
     return glyph.char, glyph.role
+
+
+def strip_cells(incident: Incident, num_cells: int) -> list[TextSpan]:
+    """A glyph per rank, the mark of a culprit in place of its own; with more ranks than cells, each cell shows the worst of
+    several ranks."""
+    culprits = set(incident.top.culprits)
+    order = list(SITUATIONS)
+    ranks = sorted(incident.states)
+    per_cell = max(1, -(-len(ranks) // max(num_cells, 1)))
+    cells: list[TextSpan] = []
+    for start in range(0, len(ranks), per_cell):
+        kinds = [incident.states[rank].kind for rank in ranks[start : start + per_cell]]
+        worst = SITUATIONS[min(kinds, key=order.index)]
+        is_at_fault = not culprits.isdisjoint(ranks[start : start + per_cell])
+        cells.append((CULPRIT, Role.BAD) if is_at_fault else (worst.char, worst.role))
+    return cells

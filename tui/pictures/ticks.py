@@ -22,6 +22,28 @@ def round_ticks(low: float, high: float, most: int, least_step: float = 0.0) -> 
     return _multiples(low, high, next(step for step in steps if step >= least_step and _count(low, high, step) <= most))
 
 
+def even_scale(low: float, high: float, lines: int, dots: int = 1) -> tuple[tuple[float, float], dict[int, float]]:
+    """The shortest range that holds both and puts the multiples of a round step on lines that are equally far apart, two or more
+    (of few lines one); and the multiples, by line from below. A line has `dots`, and the range ends with the last one.
+
+    >>> even_scale(2.426, 5.786, 7), even_scale(0.0, 0.9, 2)
+    (((2.0, 6.0), {0: 2.0, 3: 4.0, 6: 6.0}), ((0.0, 1.0), {0: 0.0, 1: 1.0}))
+    """
+    share = (lines * dots - 1) / (lines * dots)
+    power = math.floor(math.log10((high - low) / lines))
+    found = []
+    for step in (factor * 10.0**exponent for exponent in range(power, power + 3) for factor in (1, 2, 5)):
+        first = math.floor(low / step + 1e-9)
+        for apart in range(2 if lines > 3 else 1, lines):
+            length = step * lines / apart * share
+            if first * step + length >= high - 1e-9 * (high - low):
+                found.append((length, apart, first, step))
+    length, apart, first, step = min(found)
+    digits = max(-math.floor(math.log10(step)), 0)
+    values = {line: round((first + line // apart) * step, digits) + 0.0 for line in range(0, lines, apart)}
+    return (first * step, first * step + length), values
+
+
 def time_ticks(length_s: float, most: int) -> list[float]:
     """Up to `most` times from 0 to `length_s`, in seconds: above a second in steps of a clock.
 

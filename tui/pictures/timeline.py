@@ -10,10 +10,10 @@ import numpy as np
 
 from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.console.units import format_duration
-from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
+from titan_ckpt.debug.incident.kinds import EventKind, RankState, VerdictKind
 from titan_ckpt.debug.incident.waits import pending
 from titan_ckpt.debug.report.facts import LAST_WAITS
-from titan_ckpt.tui.data.grid import BLANK, DONE, GLYPHS, PENDING, RUNNING, SILENT
+from titan_ckpt.tui.data.grid import BLANK, DONE, FAILED, GLYPHS, PENDING, RUNNING, SILENT, Codes
 from titan_ckpt.tui.data.incident import Incident
 from titan_ckpt.tui.data.timeline import (
     BARS,
@@ -32,8 +32,9 @@ from titan_ckpt.tui.pictures.ticks import time_text, time_ticks
 from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, counted, fitted, row, truncate
 
 _FEW_RANKS = 24
+_ERRORS = (EventKind.EXCEPTION, EventKind.OOM)
 _MOST_ALIGNED = 1024  # ranks whose clocks are compared
-_STOP, _OLDER = "╎", "‹"
+_STOP, _OLDER, _NEWER = "╎", "‹", "›"
 _HALTED: Mapping[RankState, int] = {RankState.FROZEN: FROZEN, RankState.DEAD: DEAD}
 _BUSY: Mapping[RankState, int] = {
     RankState.ON_CPU: IN_CODE,
@@ -73,7 +74,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     stop = window.cell(_stop_ns(incident, firsts, ahead), cells) if is_standing else -1
     seen: set[int] = set()
     older = _OLDER if _has_older(incident, firsts, window, ahead) else ""
-    yield row((f"{older:>{before}}{axis(window, cells)}", Role.DIM))
+    newer = _NEWER if is_standing and incident.last_sign_ns > window.end else ""
+    yield row((f"{older:>{before}}{axis(window, cells - len(newer)):<{cells - len(newer)}}{newer}", Role.DIM))
     if 0 <= stop < cells:
         stood_s = _stood_until_s(incident) - incident.stop_s
         bare = "nobody goes on from here" if incident.failed else LAST_WAITS
@@ -125,6 +127,11 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
     codes = rank_codes(
         table, window, cells, ahead.get(rank, 0), incident.failed.get(rank, -1), is_over=incident.is_over
     )
+    at = incident.failed.get(rank, -1)
+    if at >= 0:
+        codes = _waited_before(
+            codes, int(table["created_ns"][at]), _failed_ns(incident, rank), window, ahead.get(rank, 0)
+        )
     state = incident.states.get(rank)
     after = PENDING if _waits_unseen(incident, rank) else _BUSY.get(state.kind, 0) if state is not None else 0
     if stop >= 0 and after:
@@ -136,6 +143,23 @@ def _codes(incident: Incident, rank: int, window: Window, cells: int, ahead: Map
     return _after_its_end(incident, rank, codes.tolist(), window, ahead.get(rank, 0))
 
 
+def _failed_ns(incident: Incident, rank: int) -> int:
+    """When a rank logged its first error of the communication; 0 if no such line has a time."""
+    errors = (event for event in incident.run.ranks[rank].events if event.kind.is_communication)
+    return int(min((event.time_s for event in errors if event.time_s), default=0) * 1e9)
+
+
+def _waited_before(codes: Codes, created_ns: int, failed_ns: int, window: Window, ahead: int) -> Codes:
+    """The codes of a rank that waited in the operation at which it failed, up to its error."""
+    first, last = (window.cell(time_ns - ahead, len(codes)) for time_ns in (created_ns, failed_ns))
+    if not 0 <= first < last:
+        return codes
+    codes = codes.copy()
+    codes[first:last] = np.where(codes[first:last] == DONE, DONE, PENDING)
+    codes[last : last + 1] = FAILED
+    return codes
+
+
 def _after_its_end(incident: Incident, rank: int, codes: list[int], window: Window, ahead: int) -> list[int]:
     """The codes of a rank, frozen or dead from its last sign of life on; in place of its last wait if no sign has a time."""
     state, record = incident.states.get(rank), incident.run.ranks[rank]
@@ -143,12 +167,18 @@ def _after_its_end(incident: Incident, rank: int, codes: list[int], window: Wind
     if code is None or incident.is_over:
         return codes
     table = record.operations
-    newest = (int(table["created_ns"].max()), int(table["completed_ns"].max())) if len(table) else ()
+    newest = (int(table["created_ns"].max()), int(table["completed_ns"].max())) if len(table) else (0,)
+    raised = (event.time_s for event in record.events if event.kind in _ERRORS and code == DEAD)
+    raised_ns = min((int(time_s * 1e9) for time_s in raised if time_s and time_s * 1e9 >= max(newest)), default=0)
     signs = (
-        *newest,
-        record.heartbeat.alive_ns if record.heartbeat is not None else 0,
-        int((record.exit.time_s or 0) * 1e9) if record.exit is not None and code == DEAD else 0,
-        int((record.log.last_time_s or 0) * 1e9) if record.log is not None else 0,
+        (raised_ns,)
+        if raised_ns
+        else (
+            *newest,
+            record.heartbeat.alive_ns if record.heartbeat is not None else 0,
+            int((record.exit.time_s or 0) * 1e9) if record.exit is not None and code == DEAD else 0,
+            int((record.log.last_time_s or 0) * 1e9) if record.log is not None else 0,
+        )
     )
     last_ns = max(signs)
     first = min(window.cell(last_ns - ahead, len(codes)), len(codes) - 1) if last_ns else 0

@@ -35,6 +35,7 @@ from titan_ckpt.tui.screens.collective_diff import rank_diff_rows
 from titan_ckpt.tui.screens.grid_rows import no_lane_rows
 from titan_ckpt.tui.screens.stack_tree import tree_rows
 from titan_ckpt.tui.session.session import Session
+from titan_ckpt.tui.widgets.line_view import MORE_RIGHT
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -290,7 +291,8 @@ class CollectiveRows:
         state = self._incident.states.get(rank)
         frame = state.frame if state is not None else None
         start = f"{self._lag('', width)}    {unseen.op}"
-        line = _place(frame, width - 8 - self._state_width - len(start))
+        room = width - 8 - self._state_width - len(start)
+        line = _place(frame, room) or _cut(frame, room)
         glyph = GLYPHS[PENDING]
         return row((f" {rank:>5}  ", Role.PLAIN), (f"{glyph.label:<{self._state_width}}", glyph.role), start,
                    (line, Role.DIM), link=RowLink(screen=6, rank=rank), at=_at(frame))  # fmt: skip
@@ -344,6 +346,11 @@ def _place(frame: Frame | None, room: int) -> str:
     )
 
 
+def _cut(frame: Frame | None, room: int) -> str:
+    """The mark of a call site for which there is no room."""
+    return piece(f"{MORE_RIGHT:>{max(room, 2)}}", f"  {frame}") if frame is not None else ""
+
+
 def _what_and_place(op: Operation, frame: Frame | None, room: int, *, is_whole: bool) -> tuple[str, str]:
     """The operation and its call site: unless `is_whole`, dtype and sizes, which the title has, go before the line's number."""
     whole = signature_text(op)
@@ -351,4 +358,4 @@ def _what_and_place(op: Operation, frame: Frame | None, room: int, *, is_whole: 
         place = _place(frame, room - len(what))
         if frame is None or f"{frame.file.rpartition('/')[2]}:{frame.line}" in place:
             return piece(what, whole), place
-    return piece(what, whole), place
+    return piece(what, whole), place or _cut(frame, room - len(what))

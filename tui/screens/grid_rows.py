@@ -16,7 +16,6 @@ from titan_ckpt.tui.data.grid import (
     BLANK,
     DONE,
     ENDED,
-    FAILED,
     GLYPHS,
     LATE,
     PENDING,
@@ -26,6 +25,7 @@ from titan_ckpt.tui.data.grid import (
     Order,
     build_grid,
     build_p2p_grid,
+    mark_failed,
     reduce_row,
     row_starts,
     usual_operation,
@@ -58,9 +58,6 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
     stand = incident.stands_at(lane) - lane.first_seq
     if not incident.is_p2p(lane):
         grid = build_grid(incident.run, lane)
-        for place in [place for place, rank in enumerate(lane.members) if rank in incident.failed]:
-            is_failed = lane.row[place] == incident.failed[lane.members[place]]
-            grid.codes[place, is_failed] = np.maximum(grid.codes[place, is_failed], FAILED)
         if incident.is_slow:
             grid.codes[grid.codes == ABSENT] = BLANK if incident.is_over else LATE
         elif incident.is_running:
@@ -68,6 +65,7 @@ def grid_of(incident: Incident, lane: Lane) -> Grid:
     else:
         missing, different = incident.left_out(lane), different_halves(incident.run, lane, incident.top)
         grid = build_p2p_grid(incident.run, lane, missing, different)
+    mark_failed(grid, lane, incident.failed)
     if incident.is_over:
         grid.codes[(grid.codes == PENDING) | (grid.codes == RUNNING)] = ENDED
     is_named = not incident.is_p2p(lane) and 0 <= stand < lane.row.shape[1]

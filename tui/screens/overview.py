@@ -12,12 +12,12 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Evidence
 from titan_ckpt.debug.report.facts import commands, ended, step_text, stopped
 from titan_ckpt.location import redact
-from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, activities, strip_cells
-from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE
+from titan_ckpt.tui.data.incident import NO_FAULT, SITUATIONS, Incident, activities
+from titan_ckpt.tui.data.runs import NO_RESUME, UNUSABLE, StepState
 from titan_ckpt.tui.data.standing import alarms_now, exit_text, may_go_on, newest_of, newest_step, ticking
 from titan_ckpt.tui.pictures.available import data_rows, flag_rows
 from titan_ckpt.tui.pictures.details import link_rows
-from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered
+from titan_ckpt.tui.pictures.mesh import MOST_NUMBERED, mesh_axes, mesh_rows, numbered, strip_cells
 from titan_ckpt.tui.pictures.timeline import bars_rows, step_rows
 from titan_ckpt.tui.rows import (
     CULPRIT,
@@ -226,9 +226,14 @@ def _checkpoint_rows(session: Session, width: int) -> Iterator[Row]:
     steps = found.steps if found is not None else ()
     damaged = [step.step for step in steps if any(copy.state in UNUSABLE for copy in step.copies)]
     if found is not None and damaged:
-        text = f"{counted(len(damaged), 'step')} not usable: {ranks_text(damaged, 4)}"
-        text += f"; {NO_RESUME}" if found.has_none_to_resume else ""
-        for line in wrapped(f"CHECKPOINTS   {text}", width, "  "):
+        partial = [step.step for step in steps if step.best.state == StepState.PARTIAL]
+        facts = [f"{counted(len(damaged), 'step')} not usable: {ranks_text(damaged, 4)}"]
+        facts += [f"not committed: {ranks_text(partial, 4)}"] if partial else []
+        newest = found.newest()
+        facts += (
+            [NO_RESUME] if found.has_none_to_resume else [f"newest committed: {newest}"] if newest is not None else []
+        )
+        for line in wrapped(f"CHECKPOINTS   {'; '.join(facts)}", width, "  "):
             yield row((line, Role.BAD), link=RowLink(screen=7, step=damaged[0]), is_problem=True)
 
 

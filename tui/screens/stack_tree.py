@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from titan_ckpt.console.ranks import ranks_text
@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.frames import is_library
 from titan_ckpt.debug.incident.records import Frame
 from titan_ckpt.tui.data.incident import Incident, frame_text
 from titan_ckpt.tui.pictures.stacks import stacks_of
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, ranks_named, row, truncate
+from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, TextSpan, ranks_named, row, truncate
 
 MAX_SOURCE_BYTES = 4 << 20
 _MOST_INDENT = 24
@@ -47,13 +47,9 @@ def _node_rows(
         space = f"  {' ' * indent}{branch if is_fork and indent < _MOST_INDENT else ''}"
         place = frame_text(frame)
         role: Role = Role.DIM if is_library(frame) else Role.BOLD if is_fork else Role.PLAIN
-        ranks = ranks_text(sorted(below), 8)
-        mark = (
-            (f"  {CULPRIT} [{ranks}]", Role.BAD)
-            if is_fork and below.keys() <= culprits
-            else (f"  [{ranks}]", Role.NOTE)
-        )
-        yield row(space, (place, role), mark, link=RowLink(screen=6, rank=min(below)),
+        ends = is_fork or any(len(below[rank]) == depth + 1 for rank in below.keys() & culprits)
+        ranks = _ranks_of(below.keys(), culprits if ends else frozenset())
+        yield row(space, (place, role), *ranks, link=RowLink(screen=6, rank=min(below)),
                   at=(frame.file, frame.line))  # fmt: skip
         text = next(filter(None, (source_line(frames[depth]) for frames in below.values())), "")
         if text:
@@ -62,6 +58,14 @@ def _node_rows(
                 link=RowLink(screen=6, rank=min(below)),
             )
         yield from _node_rows(below, depth + 1, below_indent, width, culprits)
+
+
+def _ranks_of(ranks: Iterable[int], culprits: frozenset[int]) -> Iterator[TextSpan]:
+    """The ranks of a node, those at fault first."""
+    for is_culprit, role in ((True, Role.BAD), (False, Role.NOTE)):
+        its = sorted(rank for rank in ranks if (rank in culprits) == is_culprit)
+        if its:
+            yield f"  {f'{CULPRIT} ' if is_culprit else ''}[{ranks_text(its, 8)}]", role
 
 
 def _node_of(frame: Frame) -> tuple[str, str, int]:

@@ -51,7 +51,9 @@ class WaitsPane(Pane):
             return "no rank is seen to wait for another one"
         is_inferred = all(_is_inferred(incident, edge) for edge in incident.edges)
         origin = " inferred from the verdict" if is_inferred else ""
-        return f"{counted(len(incident.edges), 'wait')}{origin} · causes first, waiting ranks below"
+        waiting = len({edge.waiter for edge in incident.edges})
+        verb = "waited" if incident.is_past(edge.waiter for edge in incident.edges) else f"wait{'s' * (waiting == 1)}"
+        return f"{counted(waiting, 'rank')} {verb} for others{origin} · causes first, waiting ranks below"
 
     def make_rows(self, width: int) -> Rows:
         incident = self.session.incident.value

@@ -10,6 +10,7 @@ from titan_ckpt.debug.diagnosis.ends import had_exception, has_end, left_gone
 from titan_ckpt.debug.diagnosis.from_logs.lost_rank import loss_of
 from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, as_many_ended, astray
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
+from titan_ckpt.debug.diagnosis.waiting.failed import left_with_error
 from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_elsewhere, operation_waited_for
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, row_of, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
@@ -379,11 +380,13 @@ def _waiting(
         and (not is_held or row_of(run, replace(edge, waiter=waiter)) is not None)
         for waiter, awaited in chain
     )  # fmt: skip
-    others = " (as does 1 more rank)" if more == 1 else f" (as do {more} more ranks)" if more else ""
+    has_left = left_with_error(run.ranks[edge.waiter])
+    waits, do = ("waited", "did") if has_left else ("waits", "does" if more == 1 else "do")
+    others = f" (as {do} {more} more rank{'s' * (more > 1)})" if more else ""
     return [
         Evidence.at(
             states[edge.waiter].frame,
-            text=f"waits in {op} {number} of group {run.groups[edge.group]}{others}",
+            text=f"{waits} in {op} {number} of group {run.groups[edge.group]}{others}",
             rank=edge.waiter,
             source="flight recorder",
         )
