@@ -115,7 +115,7 @@ def _stood_until_s(incident: Incident) -> float:
 
 def _bar(incident: Incident, rank: int, codes: Sequence[int], stop: int) -> Iterator[TextSpan]:
     """The bar of a rank; one of which no operation is known was not idle."""
-    word = "" if incident.run.ranks[rank].operations["created_ns"].any() else GLYPHS[SILENT].label
+    word = "" if incident.run.ranks[rank].operations["created_ns"].any() else f"{GLYPHS[SILENT].label} "
     yield word, Role.DIM
     yield from bar_spans(codes[len(word) :], stop - len(word))
 
