@@ -166,7 +166,9 @@ def _write_files(evidence: Run, verdicts: Sequence[Verdict], arguments: argparse
         write_marked(arguments.perfetto, trace_parts(evidence, verdicts[0], mark=MARK), is_forced=arguments.force)
         left_out = num_left_out(evidence)
         more = f", without the {left_out:,} oldest operations" if left_out else ""
-        write_note(f"wrote {arguments.perfetto}{more}; open it in ui.perfetto.dev or chrome://tracing")
+        has_any = any(len(record.operations) for record in evidence.ranks.values())
+        how = "open it in ui.perfetto.dev or chrome://tracing" if has_any else "it is empty: no operations are recorded"
+        write_note(f"wrote {arguments.perfetto}{more}; {how}")
 
 
 def _read(path: str, incident: str | None = None) -> Run:

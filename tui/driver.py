@@ -23,6 +23,7 @@ _ANSWER = re.compile(
     r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[P_^X][^\x1b]*\x1b\\|\x1b\[[?>=](?!\d+;\d\$y)[\d;:]*[ -/]*[@-~]"
 )
 _BEGUN = re.compile(r"\x1b(?:\][^\x07\x1b]*\x1b?|[P_^X][^\x1b]*\x1b?|\[(?:[?>=][\d;:]*[ -/]*)?)\Z")
+_PASTE_START, _PASTE_END = "\x1b[200~", "\x1b[201~"
 _KEY = 2  # characters: `alt` with a key is as long as the shortest beginning of an answer
 
 
@@ -64,6 +65,27 @@ class Sieve:
             self._held = ""
             return text if len(begun.group()) == _KEY else text[: begun.start()]
         return text[: begun.start()]
+
+
+class Pastes:
+    """Takes the escapes out of pasted text: Textual would end the paste at one, and what follows would be commands."""
+
+    def __init__(self) -> None:
+        self._held, self._is_inside = "", False
+
+    def passed(self, text: str) -> str:
+        """The text, without escapes between the marks of a paste. The start of a mark is held until more, or "", comes."""
+        is_quiet, text, self._held = not text, self._held + text, ""
+        found: list[str] = []
+        while text:
+            mark = _PASTE_END if self._is_inside else _PASTE_START
+            part, end, text = text.partition(mark)
+            if not end and (self._is_inside or not is_quiet):
+                begun = next((n for n in range(len(mark) - 1, 0, -1) if part.endswith(mark[:n])), 0)
+                part, self._held = part[: len(part) - begun], part[len(part) - begun :]
+            found += [part.replace("\x1b", "") if self._is_inside else part, end]
+            self._is_inside ^= bool(end)
+        return "".join(found)
 
 
 class _Screen:
@@ -136,10 +158,12 @@ class TerminalDriver(LinuxDriver):
 
     def run_input_thread(self) -> None:
         """Pass on what is typed until the screens end or are suspended."""
-        parser, sieve, decode = XTermParser(self._debug), Sieve(), getincrementaldecoder("utf-8")("replace").decode
+        parser, sieve, pastes = XTermParser(self._debug), Sieve(), Pastes()
+        decode = getincrementaldecoder("utf-8")("replace").decode
         data, type(self).typed_before = self.typed_before, b""
         while not self.exit_event.is_set():
-            for event in parser.feed(typed) if (typed := sieve.passed(decode(data), time.monotonic())) else ():
+            typed = sieve.passed(pastes.passed(decode(data)), time.monotonic())
+            for event in parser.feed(typed) if typed else ():
                 self.process_message(event)
             for event in parser.tick():
                 self.process_message(event)

@@ -247,6 +247,15 @@ def ranks_named(ranks: Sequence[int], limit: int = 12) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranks_text(ranks, limit)}"
 
 
+def ranks_begun(ranks: Sequence[int], limit: int) -> str:
+    """The first ranges of ranks whose number stands beside them.
+
+    >>> ranks_begun(range(0, 100, 2), 3)
+    '0,2,4,...'
+    """
+    return ranks_text(ranks, limit).removesuffix(f" ({len(ranks)} ranks)")
+
+
 def counted(number: int, noun: str) -> str:
     """Format a number and its noun, with a plain plural.
 

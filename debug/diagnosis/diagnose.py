@@ -44,6 +44,7 @@ from titan_ckpt.debug.diagnosis.standstill import (
     is_not_yet,
     pace_of_live,
     pace_of_logs,
+    stood_to_the_end,
 )
 from titan_ckpt.debug.diagnosis.stragglers import find_straggler
 from titan_ckpt.debug.diagnosis.transport import same_operation, transport
@@ -101,7 +102,8 @@ def _diagnose(run: Run) -> list[Verdict]:
     found = [verdict for verdict in found if not ended_with_launcher(run, verdict)] or [undecided(run, edges, states)]
     in_turn = without_waiters(run, in_order(run, _checked(run, merged(run, found))))
     ranked = [_with_suspects(verdict) for verdict in _ranked(in_turn)]
-    if (is_not_yet(ranked[0]) or ranked[0].verdict == VerdictKind.RUNNING) and all_left_gone(run):
+    is_open = is_not_yet(ranked[0]) or ranked[0].verdict == VerdictKind.RUNNING
+    if is_open and all_left_gone(run) and not stood_to_the_end(run):
         ranked = [all_gone(run, ranked[0])]
     pace = None if has_timed_out(run) else pace_of_live(run, edges)
     if is_not_yet(ranked[0]) and went_on_between(run):

@@ -159,6 +159,16 @@ def _has_stalled(run: Run) -> bool:
     return any(stack.reason == STALL for record in run.ranks.values() for stack in record.stacks)
 
 
+def stood_to_the_end(run: Run) -> bool:
+    """Whether recorders dumped a stall, and ticked on without progress for longer than a wait may last: whatever ended the
+    processes then, the job had hung."""
+    beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
+    stood_s = min(
+        ((beat.alive_ns - max(beat.moved_ns, beat.phase_ns)) / 1e9 for beat in beats if beat.moves), default=0.0
+    )
+    return _has_stalled(run) and stood_s >= max(LEAST_STANDSTILL_S, _patience_s(run))
+
+
 def _pending_ranks(run: Run, edges: Sequence[Edge]) -> Iterator[int]:
     waiting = {edge.waiter for edge in edges}
     for rank, record in run.ranks.items():

@@ -27,7 +27,7 @@ class AlarmKind(StrEnum):
     GONE = "GONE"  # the kernel has no such process any more
     STOPPED = "STOPPED"  # the kernel has stopped the process
     SILENT = "SILENT"  # a recorder stopped ticking
-    STALLED = "STALLED"  # no rank changes its phase
+    STALLED = "STALLED"  # no rank comes further
     BEHIND = "BEHIND"  # a rank stays in a step that others have left
 
 
@@ -62,21 +62,27 @@ def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> li
         text = f"{rank_list(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"
         found.append(Alarm(kind=AlarmKind.SILENT, ranks=silent, text=text))
     ticking = {rank: beat for rank, beat in running.items() if rank not in silent}
-    if ticking and all(now_ns - beat.phase_ns > limit_ns for beat in ticking.values()):
-        last = max(ticking, key=lambda rank: ticking[rank].phase_ns)
-        age = format_duration((now_ns - ticking[last].phase_ns) / 1e9)
-        text = f"no rank changed its phase for {age}: {_phases(ticking)}; run `titan-ckpt debug` on it"
+    last_ns = max((_came_further_ns(beat) for beat in ticking.values()), default=now_ns)
+    has_begun = any(beat.step >= 0 or beat.phase or beat.moves for beat in ticking.values())
+    if has_begun and now_ns - last_ns > limit_ns:
+        age = format_duration((now_ns - last_ns) / 1e9)
+        text = f"no rank came further for {age}: {_phases(ticking)}; run `titan-ckpt debug` on it"
         found.append(Alarm(kind=AlarmKind.STALLED, ranks=tuple(ticking), text=text))
     else:
         found += _behind(ticking, now_ns, limit_ns)
     return found
 
 
+def _came_further_ns(beat: Heartbeat) -> int:
+    """When a rank last changed its phase or, as its recorder sees without phases, issued or ended an operation."""
+    return max(beat.phase_ns, beat.moved_ns)
+
+
 def _behind(ticking: Mapping[int, Heartbeat], now_ns: int, limit_ns: int) -> list[Alarm]:
     if len(ticking) < 2:
         return []
     newest = max(beat.step for beat in ticking.values())
-    slow = tuple(r for r, b in ticking.items() if b.step < newest and now_ns - b.phase_ns > limit_ns)
+    slow = tuple(r for r, b in ticking.items() if b.step < newest and now_ns - _came_further_ns(b) > limit_ns)
     if not slow or len(slow) == len(ticking):
         return []
     first = ticking[slow[0]]
@@ -89,10 +95,14 @@ def _behind(ticking: Mapping[int, Heartbeat], now_ns: int, limit_ns: int) -> lis
 def _phases(beats: Mapping[int, Heartbeat]) -> str:
     by_place: dict[tuple[int, str], list[int]] = {}
     for rank, beat in beats.items():
-        by_place.setdefault((beat.step, beat.phase or "between phases"), []).append(rank)
-    return "; ".join(
-        f"{rank_list(ranks)} in step {step} {phase}" for (step, phase), ranks in sorted(by_place.items())[:6]
-    )
+        by_place.setdefault((beat.step, beat.phase), []).append(rank)
+    return "; ".join(f"{rank_list(ranks)} {_place(*place)}" for place, ranks in sorted(by_place.items())[:6])
+
+
+def _place(step: int, phase: str) -> str:
+    if step < 0 and not phase:
+        return "with no recorded phase"
+    return f"in step {step} {phase or 'between phases'}" if step >= 0 else f"in {phase}"
 
 
 def watch(

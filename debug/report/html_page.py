@@ -194,15 +194,16 @@ def _thread(thread: Thread) -> str:
 def _logs(run: Run, top: Verdict) -> Iterator[str]:
     """What was recognised in the logs, and their last lines; those of culprits and suspects first, and open."""
     named = [*top.culprits, *top.suspects]
-    for rank in [*named, *(rank for rank in run.ranks if rank not in set(named))][:MOST_LOGS]:
-        log = run.ranks[rank].log
-        if log is None or not (log.events or log.tail):
-            continue
+    ranks = [*named, *(rank for rank in run.ranks if rank not in set(named))]
+    found = {rank: log for rank in ranks if (log := run.ranks[rank].log) is not None and (log.events or log.tail)}
+    for rank, log in [*found.items()][:MOST_LOGS]:
         is_open = " open" if mark_of(top, rank) else ""
         yield f"<details{is_open}><summary>rank {rank} <span>{_text(log.source)}</span></summary>"
         yield from _list(f"{event.line}: {event.text}" for event in log.events[:MOST_EVENTS])
         tail = escape(escape_text(redact_text("\n".join(log.tail))))
         yield f"<pre>{tail}</pre></details>" if log.tail else "</details>"
+    if len(found) > MOST_LOGS:
+        yield f"<p>and the logs of {len(found) - MOST_LOGS:,} more ranks</p>"
 
 
 def _all_ranks(run: Run, top: Verdict, states: Mapping[int, Situation]) -> Iterator[str]:

@@ -289,6 +289,12 @@ def test_environment_switches_the_flight_recorder_on() -> None:
 # ------------------------------------------------------------------------------------------------------------ watch
 
 
+def bare(*, moved_s: float | None) -> Heartbeat:
+    """The heartbeat, at time 1000 s, of a job that knows of no phases: it began at 0, and came further `moved_s` ago."""
+    moves, moved_ns = (0, 0) if moved_s is None else (7, int((1000 - moved_s) * 1e9))
+    return Heartbeat(step=-1, phase="", phase_ns=1, alive_ns=1000 * 10**9, source="", moves=moves, moved_ns=moved_ns)
+
+
 def beat(step: int, *, moved_s: float, alive_s: float, is_stopped: bool = False) -> Heartbeat:
     """A heartbeat at time 1000 s: the phase changed `moved_s` ago, the recorder last ticked `alive_s` ago."""
     return Heartbeat(
@@ -305,6 +311,9 @@ def beat(step: int, *, moved_s: float, alive_s: float, is_stopped: bool = False)
         ({0: beat(5, moved_s=1, alive_s=0), 1: beat(5, moved_s=60, alive_s=60)}, ["SILENT"]),
         ({0: beat(9, moved_s=1, alive_s=0), 1: beat(5, moved_s=60, alive_s=0)}, ["BEHIND"]),
         ({0: beat(9, moved_s=500, alive_s=500, is_stopped=True)}, []),
+        ({0: bare(moved_s=1), 1: bare(moved_s=50)}, []),
+        ({0: bare(moved_s=60), 1: bare(moved_s=50)}, ["STALLED"]),
+        ({0: bare(moved_s=None)}, []),
     ],
 )
 def test_watch_alarms_only_on_trouble(beats: dict[int, Heartbeat], kinds: list[str]) -> None:

@@ -146,7 +146,7 @@ async def test_a_mismatch_shows_its_waits_below_the_culprit(incident: TitanApp) 
     async with incident.run_test(size=(140, 45)) as pilot:
         await settled(incident, pilot)
         lines = (await press(incident, pilot, "6")).splitlines()
-        assert "3 waits inferred from the verdict" in lines[0]
+        assert "3 ranks waited for others, inferred from the verdict" in lines[0]
         assert "rank 2" in lines[1]
         assert "culprit: " in lines[1]
         assert [line.strip()[2:8] for line in lines[2:5]] == ["rank 0", "rank 1", "rank 3"]

@@ -45,7 +45,7 @@ def test_a_hang_is_traced_to_its_line(kind: str, tmp_path: Path) -> None:
         terminal.press(ESCAPE)
         see(terminal, "merged stacks")
         terminal.press("6")
-        assert "rank 2 ! culprit" in see(terminal, "3 waits")
+        assert "rank 2 ! culprit" in see(terminal, "3 ranks waited")
         terminal.resize(120, 30)
         see(terminal, "7 Checkpoints")
         terminal.press("q")

@@ -29,7 +29,7 @@ from titan_ckpt.format.names import COMMIT, MANIFEST, METADATA, UNMIRRORED, is_a
 from titan_ckpt.store.base import ObjectInfo, Store, read_if_any
 from titan_ckpt.upkeep.own_files import StepFiles, files_of_step, start_of
 from titan_ckpt.upkeep.references import Needs, needs
-from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune
+from titan_ckpt.upkeep.retention import PINS, RetentionPolicy, parse_pins, prune, why_it_stays
 
 log = logging.getLogger(__name__)
 SHOWN_NAMES = 4
@@ -159,10 +159,9 @@ def _checkpoint(store: Store, info: CheckpointInfo, manifest: Manifest, *, url: 
 def _what_else(store: Store) -> str:
     """What stands in a run that holds no checkpoint of ours."""
     names = ", ".join(name for _, name in foreign_steps(store)[-3:])
-    others = (
-        f"only checkpoints of torch or another library ({names}), which titan-ckpt does not delete; delete them by hand"
-    )
-    return others if names else f"no checkpoint here{nearby(store.url) or '; check the URL'}"
+    if not names:
+        return f"no checkpoint here{nearby(store.url) or '; check the URL'}"
+    return f"only checkpoints of torch or another library ({names}), which titan-ckpt does not delete; do so by hand"
 
 
 def plan_removal(
@@ -173,8 +172,7 @@ def plan_removal(
     Every checkpoint is opened first: only a whole one counts as kept, and none to which symbolic links lead. NotCommittedError if
     the run has no step; StoreError if anything could not be listed or read.
     """
-    infos = list_checkpoints(store)
-    if not infos:
+    if not (infos := list_checkpoints(store)):
         raise NotCommittedError(f"{store}: {_what_else(store)}")
     unmirrored = read_unmirrored(store)
     reasons = [_due(store, info.step) for info in prune(infos, policy) if info.step in unmirrored]
@@ -182,7 +180,7 @@ def plan_removal(
     if not policy.is_incomplete and not prune(infos, policy):
         refused = [f"{store}@{info.step}: {info.problem}" for info in infos if info.state == CheckpointState.UNREADABLE]
         return RemovalPlan(kept=(*reasons, *refused))
-    looked: dict[int, _Looked] = {}
+    due, looked = prune(infos, policy), dict[int, _Looked]()
     for info in infos:
         looked[info.step] = _with_index(store, _look(store, info))
         on_read(len(looked), len(infos))
@@ -192,12 +190,14 @@ def plan_removal(
         ages = {info.step: files.age_s(info, now_s) for info in infos if info.state == CheckpointState.PARTIAL}
     own = [found.info for found in looked.values() if not found.is_linked]
     gone = {info.step for info in prune(own, policy, ages_s=ages)}
+    stay = (looked[info.step] for info in due if info.step not in gone)
+    reasons += [why_it_stays(store, found.info) for found in stay if not found.is_linked]
     reasons += _linked(store, files, policy, [looked[info.step] for info in prune(infos, policy) if info not in own])
     unknown = [found for found in looked.values() if found.unknown]
     if unknown and (gone or policy.is_incomplete):
         return RemovalPlan(kept=tuple(_unknown(store, found) for found in unknown), is_blocked=True)
-    stay = [found for step, found in looked.items() if step not in gone]
-    kept = frozenset(path for found in stay for path in found.refers_to()) | files.named_by_partial(stay)
+    left = [found for step, found in looked.items() if step not in gone]
+    kept = frozenset(path for found in left for path in found.refers_to()) | files.named_by_partial(left)
     garbage = []
     for step, found in looked.items():
         whole = step in gone
@@ -205,7 +205,7 @@ def plan_removal(
             plan = _of_step(store, files.of(found.info), found.info, policy, kept, now_s=now_s, is_whole=whole)
             garbage += [item for item in plan.garbage if item.entries]
             reasons += plan.kept
-    seen = frozenset(found.manifest_path for found in stay if found.manifest is not None)
+    seen = frozenset(found.manifest_path for found in left if found.manifest is not None)
     return RemovalPlan(garbage=tuple(garbage), kept=tuple(reasons), seen=seen)
 
 

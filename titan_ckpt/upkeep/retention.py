@@ -68,6 +68,13 @@ def prune(
     return sorted(gone, key=lambda info: info.step)
 
 
+def why_it_stays(store: object, info: CheckpointInfo) -> str:
+    """Why a step stays that the policy would let go by the listing alone; `info` is what was found when it was opened."""
+    if info.state == CheckpointState.DAMAGED:
+        return f"{store}@{info.step}: damaged, so it is not deleted: {info.problem}"
+    return f"{store}@{info.step}: whole, and kept in place of a newer step that is damaged"
+
+
 def kept_steps(infos: Sequence[CheckpointInfo], policy: RetentionPolicy) -> set[int]:
     """Steps of the resumable checkpoints to keep."""
     resumable = sorted(info.step for info in infos if info.is_resumable)

@@ -120,7 +120,7 @@ def incident_rows(names: Sequence[str], shown: str, judged: Mapping[str, Judged]
     """A heading, and a line per incident, the newest first; `shown` is marked."""
     kinds = max([len("verdict"), *(len(found.kind) for found in judged.values())])
     room = max(width // 4, 16) if width >= _WITH_WHY else max(min(16, width - kinds - 4), _LEAST_NAME)
-    longest = min(max(cell_len(name or _NEWEST) for name in names), room)
+    longest = min(max(len("incident"), *(cell_len(name or _NEWEST) for name in names)), room)
     with_time = width >= _WITH_TIME
     time = slice(None) if width >= _WITH_SECONDS else slice(5, 16)  # without the year and the seconds
     stopped = f"{'when (UTC)':<{19 if width >= _WITH_SECONDS else 11}}  " if with_time else ""

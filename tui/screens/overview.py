@@ -28,6 +28,7 @@ from titan_ckpt.tui.rows import (
     Rows,
     counted,
     head,
+    ranks_begun,
     ranks_named,
     row,
     wrapped,
@@ -260,7 +261,7 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
                   link=RowLink(screen=6, rank=culprits[0]))  # fmt: skip
     for kind, doing, ranks in activities(incident):
         glyph = SITUATIONS[kind]
-        named = ranks_named(ranks) if len(ranks) == 1 else f"{counted(len(ranks), 'rank')} ({ranks_text(ranks, 8)})"
+        named = ranks_named(ranks) if len(ranks) == 1 else f"{counted(len(ranks), 'rank')} ({ranks_begun(ranks, 8)})"
         yield row((f"  {glyph.char} ", glyph.role), f"{doing}: ", (named, Role.DIM),
                   link=RowLink(screen=2, rank=ranks[0]))  # fmt: skip
     yield from _exit_rows(incident, width)

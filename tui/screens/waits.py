@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from titan_ckpt.console.ranks import ranks_text
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge
 from titan_ckpt.debug.incident.kinds import RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame
@@ -15,7 +14,20 @@ from titan_ckpt.tui.data.incident import HALTED, SITUATIONS, Incident, frame_tex
 from titan_ckpt.tui.data.standing import fault_elsewhere, kind_text
 from titan_ckpt.tui.pictures.details import rank_rows
 from titan_ckpt.tui.pictures.graph import graph_rows
-from titan_ckpt.tui.rows import CULPRIT, Role, Row, RowLink, RowList, Rows, counted, head, piece, row, with_place
+from titan_ckpt.tui.rows import (
+    CULPRIT,
+    Role,
+    Row,
+    RowLink,
+    RowList,
+    Rows,
+    counted,
+    head,
+    piece,
+    ranks_begun,
+    row,
+    with_place,
+)
 from titan_ckpt.tui.widgets.pane import Pane
 from titan_ckpt.tui.widgets.part import Part, Space
 
@@ -50,7 +62,7 @@ class WaitsPane(Pane):
         if not incident.edges:
             return "no rank is seen to wait for another one"
         is_inferred = all(_is_inferred(incident, edge) for edge in incident.edges)
-        origin = " inferred from the verdict" if is_inferred else ""
+        origin = ", inferred from the verdict" if is_inferred else ""
         waiting = len({edge.waiter for edge in incident.edges})
         verb = "waited" if incident.is_past(edge.waiter for edge in incident.edges) else f"wait{'s' * (waiting == 1)}"
         return f"{counted(waiting, 'rank')} {verb} for others{origin} · causes first, waiting ranks below"
@@ -125,7 +137,7 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
                 else f"{'waited' if incident.is_past(group) else 'wait'} in {wait.text}"
             )
             start = f"{glyph.char} {len(group):,} ranks: "
-            text = _fitting([(f"{ranks_text(group, 3)} · {what}", 0)], state.frame, width - len(start) - 2)
+            text = _fitting([(f"{ranks_begun(group, 3)} · {what}", 0)], state.frame, width - len(start) - 2)
             yield row("  ", (start, glyph.role), text, link=RowLink(screen=2, rank=group[0]))
     for rank in singles[:MAX_WAITERS]:
         yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
@@ -186,7 +198,7 @@ def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> 
     glyph = SITUATIONS[state.kind]
     start = f"{glyph.char} {len(ranks):,} ranks wait for {edges[0].awaited}: "
     indent = _indent(depth, width)
-    parts = [(f"{ranks_text(ranks, 3)} · ", 0), *_why(incident, edges[0])]
+    parts = [(f"{ranks_begun(ranks, 3)} · ", 0), *_why(incident, edges[0])]
     text = _fitting(parts, state.frame, width - len(start) - len(indent))
     return row(indent, (start, glyph.role), text, link=_link_of(incident, edges[0]))
 

@@ -266,6 +266,8 @@ class SessionLoader:
         part.is_loading, part.share = True, ""
 
         def done(value: Any) -> None:
+            if part.error:
+                self._show_status("")  # which says that it was not reloaded
             part.value, part.error, part.is_loading = value, "", False
             part.version += 1
             if after is not None:

@@ -52,14 +52,19 @@ def judged(folder: Path, files: Mapping[str, str]) -> tuple[Verdict, ActionKind]
 def test_a_refused_command_line_is_of_all_ranks(tmp_path: Path, form: str) -> None:
     text = REFUSALS[form] * 4 + table(dict.fromkeys(range(4), 2), 1)
     top, action = judged(tmp_path, {"console.log": text})
-    assert (top.verdict, top.culprits, action) == (VerdictKind.RANK_DIED, (0, 1, 2, 3), ActionKind.STOP)
+    assert (top.verdict, top.culprits, top.victims, action) == (
+        VerdictKind.RANK_DIED,
+        (),
+        (0, 1, 2, 3),
+        ActionKind.STOP,
+    )
     assert "lrr" in top.headline
 
 
 def test_whoever_ended_first_of_it_is_not_accused_alone(tmp_path: Path) -> None:
     logs = {f"attempt_0/{rank}/stderr.log": ARGPARSE if rank == 1 else "" for rank in range(4)}
     top, action = judged(tmp_path, {**logs, "console.log": table({1: 2}, 1)})
-    assert (top.culprits, action) == ((0, 1, 2, 3), ActionKind.STOP)
+    assert (top.culprits, top.victims, action) == ((), (0, 1, 2, 3), ActionKind.STOP)
 
 
 def test_a_rank_that_refuses_while_others_train_is_named(tmp_path: Path) -> None:
@@ -81,9 +86,9 @@ def test_a_tool_that_refuses_its_arguments_ends_no_rank(tmp_path: Path) -> None:
     assert not top.culprits
 
 
-def test_equal_tracebacks_of_all_that_failed_accuse_them(tmp_path: Path) -> None:
+def test_equal_tracebacks_of_all_that_failed_are_of_all(tmp_path: Path) -> None:
     top, action = judged(tmp_path, {"console.log": MISSING * 4 + table(dict.fromkeys(range(4), 1), 2)})
-    assert (top.culprits, action) == ((0, 1, 2, 3), ActionKind.STOP)
+    assert (top.culprits, top.victims, action) == ((), (0, 1, 2, 3), ActionKind.STOP)
     assert "/srv/train.py:4" in top.headline
 
 

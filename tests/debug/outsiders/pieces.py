@@ -104,6 +104,8 @@ def outcome(verdict: Verdict, truth: Mapping[str, Any]) -> str:
         return "undecided" if is_open else "healthy"
     if (isinstance(ranks, str) and _agrees(ranks, accused)) or accused == set(ranks):
         return "right" if verdict.verdict in truth["verdict"] else "kind"
+    if verdict.verdict == "RANK_DIED" in truth["verdict"] and not accused and set(verdict.victims) == {*ranks}:
+        return "right"  # all died alike: each is named, and none is accused
     return "undecided" if not isinstance(ranks, str) and accused < set(ranks) else "accused"
 
 

@@ -183,7 +183,8 @@ def test_nccl_error_that_says_nothing_accuses_nobody(tmp_path: Path) -> None:
 def test_equal_errors_of_all_ranks_are_one_verdict(tmp_path: Path) -> None:
     errors = "".join(alone(rank, ALONE[0]) + AGENT.format(code=1, rank=rank) for rank in range(4))
     top, _ = judged(tmp_path, STEPS + errors)
-    assert top.culprits == (0, 1, 2, 3)
+    assert (top.verdict, top.culprits, top.victims) == ("RANK_DIED", (), (0, 1, 2, 3))
+    assert top.headline.startswith("all 4 ranks died, none of them alone at fault: they raised an exception")
 
 
 def test_nobodys_error_is_of_the_one_rank_that_raised(tmp_path: Path) -> None:
