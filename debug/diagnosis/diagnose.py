@@ -58,7 +58,7 @@ from titan_ckpt.debug.diagnosis.waiting.awaited_rank import (
 from titan_ckpt.debug.diagnosis.waiting.deadlock import deadlock, off_rhythm
 from titan_ckpt.debug.diagnosis.waiting.device_order import has_timed_out, waits_on_device
 from titan_ckpt.debug.diagnosis.waiting.told_waits import with_told_chain
-from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, can_wait, roots, wait_edges
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, can_wait, on_device, roots, wait_edges
 from titan_ckpt.debug.incident.confidence import (
     ACCUSING,
     CONTRADICTED,
@@ -91,6 +91,7 @@ def _diagnose(run: Run) -> list[Verdict]:
     states = situations(run)
     found_lanes = lanes(run)
     edges = wait_edges(run, found_lanes, states)
+    states = on_device(run, states, edges)
     found = [*at_the_start(run)] or [*_faults(run, found_lanes, edges, states)]
     if not found and found_lanes and not went_on(run):
         found = [*by_witnesses(run, states)] or [*_fell_silent(run, edges, states)]

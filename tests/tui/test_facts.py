@@ -255,7 +255,7 @@ def test_a_run_that_is_new_in_its_folder_is_shown_alone() -> None:
     found = parse_metric_lines("\n".join(json.dumps(line) for run in runs for line in run).encode(), "m")
     assert found.steps.tolist() == [1, 2]
     assert found.goodput is not None
-    assert (found.goodput.total_s, found.goodput.seconds["redone"]) == (3.0, 0.0)
+    assert (found.goodput.total_s, found.goodput.seconds["recomputed"]) == (3.0, 0.0)
 
 
 def test_a_piece_of_a_text_knows_all_of_it_without_secrets() -> None:

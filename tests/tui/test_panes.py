@@ -294,6 +294,9 @@ def records(seed: int) -> Iterator[dict[str, object]]:
             }
             if chance.random() < 0.3:
                 yield {"event": "save", "time_s": now, "step": step, "stall_s": 0.25}
+            if chance.random() < 0.1:
+                now += 0.5
+                yield {"event": "validation", "time_s": now, "step": step, "seconds": 0.5}
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -305,7 +308,9 @@ def test_goodput_is_what_the_trainer_reports(seed: int) -> None:
     assert mine.total_s == pytest.approx(theirs.total_s)
     assert mine.seconds["steps"] == pytest.approx(theirs.productive_s)
     assert mine.seconds["data"] == pytest.approx(theirs.data_wait_s)
-    assert mine.seconds["redone"] == pytest.approx(theirs.recomputed_s)
+    assert mine.seconds["recomputed"] == pytest.approx(theirs.recomputed_s)
+    assert mine.seconds["downtime"] == pytest.approx(theirs.downtime_s)
+    assert mine.seconds["validation"] == pytest.approx(theirs.validation_s)
 
 
 def test_an_upload_lasts_from_the_stall_to_the_commit() -> None:

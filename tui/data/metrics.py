@@ -35,7 +35,8 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Seconds of wall time by what they went to: steps that count, waiting for data, saves, steps done again, other."""
+    """Seconds of wall time by what they went to: steps that count, data, saves, validation, steps done again and so on, as the
+    trainer's own goodput has them."""
 
     seconds: Mapping[str, float]
     total_s: float
@@ -187,27 +188,33 @@ def goodput_of(events: Sequence[tuple[str, Mapping[str, float]]]) -> Goodput | N
         if "time_s" in values
     ]
     steps: dict[float, tuple[float, float]] = {}
-    redone = stall = startup = 0.0
+    redone = stall = startup = validation = downtime = last_s = 0.0
     for event, values in events:
         if event == "save":
             stall += values.get("stall_s", 0.0)
+        elif event == "validation":
+            validation += values.get("seconds", 0.0)
         elif event == "start":  # what was done after the step from which it resumes is done again
             redone += sum(sum(steps.pop(step)) for step in [s for s in steps if s > values.get("step", 0.0)])
             if "time_s" in values and "launched_s" in values:
                 startup += max(values["time_s"] - values["launched_s"], 0.0)
+                downtime += max(values["launched_s"] - last_s, 0.0) if last_s else 0.0
         elif event not in (*_BESIDE_STEPS, *_ENDS) and "step_s" in values and "step" in values:
             num = max(values.get("steps", 1.0), 1.0)
             wait = num * values.get("data_wait_s", 0.0)
             redone += sum(steps.pop(values["step"], (0.0, 0.0)))
             steps[values["step"]] = (num * values["step_s"] - wait, wait)
+        last_s = max(last_s, values.get("time_s", 0.0))
     if not steps or not times:
         return None
     used = {
         "steps": sum(own for own, _ in steps.values()),
         "data": sum(wait for _, wait in steps.values()),
         "saves": stall,
-        "redone": redone,
+        "validation": validation,
+        "recomputed": redone,
         "startup": startup,
+        "downtime": downtime,
     }
     total = max(max(times) - min(times), sum(used.values()))
     return Goodput(seconds={**used, "other": total - sum(used.values())}, total_s=total)

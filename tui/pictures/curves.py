@@ -207,8 +207,9 @@ def with_unit(title: str, value: float) -> str:
 
 
 # The characters differ where a terminal has no colours, too.
-_SHARES = (("steps", "━", Role.GOOD), ("data", "╍", Role.NOTE), ("saves", "█", Role.WARN), ("redone", "x", Role.BAD),
-           ("startup", "~", Role.DIM), ("other", "·", Role.DIM))  # fmt: skip
+_SHARES = (("steps", "━", Role.GOOD), ("data", "╍", Role.NOTE), ("saves", "█", Role.WARN), ("validation", "v", Role.NOTE),
+           ("recomputed", "x", Role.BAD), ("startup", "~", Role.DIM), ("downtime", "_", Role.BAD),
+           ("other", "·", Role.DIM))  # fmt: skip
 
 
 def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:
@@ -221,4 +222,4 @@ def goodput_rows(found: Goodput, width: int) -> Iterator[Row]:
     for name, char, role in _SHARES:
         if found.seconds[name] > 0:
             text = f"{found.share(name):>5.1%}  {format_duration(found.seconds[name])}"
-            yield row((f"{char} ", role), (f"{name:<8}", Role.DIM), text)
+            yield row((f"{char} ", role), (f"{name:<10}", Role.DIM), text)

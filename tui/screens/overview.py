@@ -255,6 +255,8 @@ def ranks_rows(incident: Incident, width: int) -> Iterator[Row]:
         cells = strip_cells(incident, width * 4)
         for start in range(0, len(cells), width):
             yield row(*cells[start : start + width], link=RowLink(screen=2))
+        if len(cells) < len(ranks):
+            yield row((f"  a cell is {-(-len(ranks) // len(cells)):,} ranks, and shows the worst of them", Role.DIM))
     if incident.top.culprits:
         culprits = incident.top.culprits
         yield row((f"  {CULPRIT} ", Role.BAD), "at fault: ", (ranks_named(culprits, 8), Role.BAD),

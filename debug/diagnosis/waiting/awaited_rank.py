@@ -12,7 +12,8 @@ from titan_ckpt.debug.diagnosis.mismatches.ended_rank import addressed_wrongly, 
 from titan_ckpt.debug.diagnosis.rank_state import has_other_death, saw_peers_close, saw_timeouts
 from titan_ckpt.debug.diagnosis.waiting.failed import left_with_error
 from titan_ckpt.debug.diagnosis.waiting.other_collective import has_pending, is_elsewhere, operation_waited_for
-from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, overtakes, row_of, shortest_chain
+from titan_ckpt.debug.diagnosis.waiting.overtaking import overtakes
+from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, row_of, shortest_chain
 from titan_ckpt.debug.incident.busy_with import PHASES
 from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.frames import abort_stack, crash_frame, user_frame

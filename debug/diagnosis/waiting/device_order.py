@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind
-from titan_ckpt.debug.incident.records import COMPLETED, SEND, STARTED, Array, RankRecord, Run
+from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind, RankState
+from titan_ckpt.debug.incident.records import COMPLETED, SEND, STARTED, Array, RankRecord, Run, Situation
 from titan_ckpt.debug.incident.waits import pending
 
 
@@ -69,6 +69,11 @@ def is_behind(record: RankRecord, row: int) -> bool:
 def waits_on_device(run: Run, record: RankRecord) -> bool:
     """Whether a rank's device is in an operation that does not end: then the rank waits, whatever it has not issued."""
     return has_order(record) and bool(head_rows(record)) and any(_states_of_device(run))
+
+
+def ran_ahead(run: Run, rank: int, state: Situation) -> bool:
+    """Whether a rank's main thread is past what its device waits in, such as in its loader."""
+    return state.kind == RankState.ON_CPU and waits_on_device(run, run.ranks[rank])
 
 
 def is_met(run: Run, rank: int) -> bool:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
 from titan_ckpt.debug.diagnosis.align import Lane
-from titan_ckpt.debug.diagnosis.waiting.device_order import Part, has_order, heads, mixed_ranks, part_of, ranks_behind
+from titan_ckpt.debug.diagnosis.waiting.device_order import (
+    Part,
+    has_order,
+    heads,
+    mixed_ranks,
+    part_of,
+    ran_ahead,
+    ranks_behind,
+)
 from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows
 from titan_ckpt.debug.incident.kinds import RankState, Subtype
 from titan_ckpt.debug.incident.operation_table import operation_blocks
@@ -51,6 +59,23 @@ def row_of(run: Run, edge: Edge) -> int | None:
 
 def wait_edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> list[Edge]:
     """Every wait that the evidence shows."""
+    edges = _edges(run, lanes, states)
+    by_device = on_device(run, states, edges)
+    return edges if by_device == states else _edges(run, lanes, by_device)
+
+
+def on_device(run: Run, states: Mapping[int, Situation], edges: Sequence[Edge]) -> dict[int, Situation]:
+    """The states, where ranks of which nothing is awaited that they have not issued wait by their devices, whatever their main
+    threads do meanwhile."""
+    awaited = {edge.awaited for edge in edges if edge.is_queued} - {
+        edge.awaited for edge in edges if not edge.is_queued
+    }
+    ahead = [rank for rank in awaited if rank in states and ran_ahead(run, rank, states[rank])]
+    waiting = {rank: replace(states[rank], kind=RankState.IN_COLLECTIVE, detail=Subtype.NONE) for rank in ahead}
+    return {**states, **waiting}
+
+
+def _edges(run: Run, lanes: Sequence[Lane], states: Mapping[int, Situation]) -> list[Edge]:
     edges = [edge for lane in lanes for edge in _collective_edges(run, lane, states)]
     edges += [edge for lane in lanes for edge in _behind_other_groups(run, lane, states)]
     edges += _p2p_edges(run, states)
@@ -240,38 +265,6 @@ def _is_queued(theirs: Array, mine: Array, rank: int) -> bool:
     same = (theirs["p2p"] == other) & (theirs["peer"] == rank) & (theirs["group"] == mine["group"])
     halves = np.flatnonzero(same & (theirs["seq"] == mine["seq"]))
     return len(halves) > 0 and len(pending) > 0 and halves[-1] in pending and int(pending[0]) < int(halves[-1])
-
-
-def overtakes(run: Run, root: int, edge: Edge) -> tuple[int, int] | None:
-    """Rows (of the waiter, of `root`) of an operation that the waiter issued only after the one that it awaits `root` in, and
-    that `root` issued without that one: then the two took their groups in different orders. None if there is none.
-
-    Ranks of a mesh use different groups of one description; operations of equal number on these are equal.
-    """
-    first, second = run.ranks[edge.waiter].operations, run.ranks[root].operations
-    awaited = np.flatnonzero((first["group"] == edge.group) & (first["seq"] == edge.seq) & (first["p2p"] == 0))
-    if not len(awaited):
-        return None
-    later = np.arange(len(first)) > awaited[-1]
-    for row in np.flatnonzero(later & (first["p2p"] == 0)).tolist():
-        group = _counterpart(run, int(first["group"][row]), root)
-        found = np.flatnonzero((second["group"] == group) & (second["seq"] == first["seq"][row]) & (second["p2p"] == 0))
-        if group >= 0 and group != edge.group and len(found):
-            return row, int(found[-1])
-    return None
-
-
-def _counterpart(run: Run, group: int, rank: int) -> int:
-    """The group of `rank` that plays the part of `group`: itself, or that of the same description; -1 if there is none."""
-    mine = run.groups[group]
-    if rank in mine.members:
-        return group
-    alike = [
-        place
-        for place, other in enumerate(run.groups)
-        if other.description == mine.description and mine.description and rank in other.members
-    ]
-    return alike[0] if len(alike) == 1 else -1
 
 
 def pending_p2p(run: Run, rank: int) -> list[int]:
