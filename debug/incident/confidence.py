@@ -68,6 +68,11 @@ class Basis(Enum):
         (V.SKIPPED_COLLECTIVE,),
         "it ended with exit code 0, as did no fewer ranks of the group than wait: either party may be wrong",
     )
+    GONE_TOGETHER = (
+        0.4,
+        (V.RANK_DIED,),
+        "several ranks fell silent while their peers' connections closed: a launcher may have ended all but one of them",
+    )
     ENDED_WITHOUT_IT = (
         0.8,
         (V.P2P_MISSING_PEER,),

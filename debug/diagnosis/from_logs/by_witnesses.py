@@ -144,10 +144,22 @@ def _together(found: Sequence[Verdict]) -> Iterator[Verdict]:
         evidence = tuple(dict.fromkeys(item for verdict in verdicts[:4] for item in verdict.evidence[:3]))
         is_half = verdicts[0].subtype == Subtype.FINISHED_EARLY and len(culprits) >= len(verdicts[0].victims)
         confidence = Basis.ENDED_AS_MANY.confidence if is_half else verdicts[0].confidence  # either party may be wrong
+        is_silence = verdicts[0].verdict == VerdictKind.RANK_DIED and verdicts[0].subtype == Subtype.NONE
+        if is_silence and len(verdicts) > 1 and not _is_block(culprits):
+            headline += "; one alone may have gone first, and the others of that"
+            confidence = Basis.GONE_TOGETHER.confidence
         yield verdicts[0] if len(verdicts) == 1 else replace(
             verdicts[0], culprits=culprits, headline=headline, evidence=evidence, confidence=confidence,
             chain=tuple(pair for verdict in verdicts for pair in verdict.chain)[:64],
         )  # fmt: skip
+
+
+_LEAST_BLOCK = 4
+
+
+def _is_block(ranks: Sequence[int]) -> bool:
+    """Whether ranks are as those of one host: one after the other, from a multiple of their number on."""
+    return len(ranks) >= _LEAST_BLOCK and not ranks[0] % len(ranks) and [*ranks] == [*range(ranks[0], ranks[-1] + 1)]
 
 
 def sizes_in_logs(run: Run, states: Mapping[int, Situation]) -> Iterator[Verdict]:
