@@ -16,6 +16,7 @@ from titan_ckpt.debug.diagnosis.looks import TOOLS
 from titan_ckpt.debug.diagnosis.rank_death import own_exception
 from titan_ckpt.debug.diagnosis.standstill import LEAST_STANDSTILL_S
 from titan_ckpt.debug.incident.busy_with import counts_up
+from titan_ckpt.debug.incident.frames import MAX_FRAMES
 from titan_ckpt.debug.incident.kinds import EventKind, FlagKind, Subtype, VerdictKind
 from titan_ckpt.debug.incident.parting_words import told_of_more, wrote_on
 from titan_ckpt.debug.incident.records import COMPLETED, SCHEDULED, LogEvent, RankRecord, Run, StackSnapshot, Verdict
@@ -242,7 +243,7 @@ def _may_be_caught(run: Run, record: RankRecord) -> bool:
         return True
     if _is_of_the_start(record, error) or (_STDERR.search(error.source) and wrote_on(record, error)):
         return True
-    if _job_went_on(run, error) or told_of_more(record, error):
+    if _job_went_on(run, error) or told_of_more(record, error) or _was_printed(error):
         return True
     is_later = 0 < record.log.done_line < error.line or wrote_on(record, error)
     return "announced" in error.values and (has_ended_well or is_later)
@@ -258,6 +259,17 @@ def _job_went_on(run: Run, error: LogEvent) -> bool:
 
 
 _STDERR = re.compile(r"stderr[^/]*$|\.err$")
+
+
+# Where Python enters a program, or a process or thread of it: there a traceback begins that nobody caught.
+_ENTRIES = re.compile(r"^<module>$|_bootstrap|^_run_module|^_run_code$|^spawn_main$|^wrapper$|^_wrap$|^main$")
+
+
+def _was_printed(error: LogEvent) -> bool:
+    """Whether a traceback in a file of standard error begins within the program: `traceback.print_exc` shows the calls below the
+    one that caught the exception alone."""
+    outer = error.calls[-1] if 0 < len(error.calls) < MAX_FRAMES else None
+    return outer is not None and _STDERR.search(error.source) is not None and not _ENTRIES.search(outer.function)
 
 
 def _is_of_the_start(record: RankRecord, error: LogEvent) -> bool:
