@@ -7,7 +7,7 @@ from itertools import chain
 
 from titan_ckpt.debug.incident.records import MAX_RANK
 from titan_ckpt.debug.read.log_names.pids import Pids
-from titan_ckpt.debug.read.log_names.places import crowded, offsets, speakers
+from titan_ckpt.debug.read.log_names.places import crowded, files_of_nodes, offsets, speakers
 from titan_ckpt.debug.read.log_names.services import hosts_of_one_rank, single_process_hosts
 from titan_ckpt.debug.read.text.job_text import OWN, JobText
 from titan_ckpt.debug.read.text.schedulers.host_lists import expanded
@@ -43,7 +43,9 @@ class Owners:
         self._offsets = offsets(texts, self.links)
         self._speakers = speakers(texts, self._offsets)
         self._crowded = crowded(texts) - self._offsets.keys()
-        self._num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
+        num_hosts = len({writer[1] for writer in writers if writer[0] == "host"})
+        self._num_nodes = max(num_hosts, len({task for text in texts for task in text.tasks}))
+        self._of_nodes = files_of_nodes(texts)
         on_hosts = {writer: ranks for text in texts for writer, ranks in text.on_hosts.items()}
         has_launcher = any(text.endings.has_launcher or any(text.endings.spawned.values()) for text in texts)
         has_places = (
@@ -101,7 +103,7 @@ class Owners:
             return self.tasks.of_ending(ending) if ending.is_task else ending.rank
         if ending.local_rank is not None:
             place = f"{text.scope}|{ending.place}"
-            if ending.place and place not in self._offsets and self._num_hosts > 1:
+            if place not in self._offsets and (text.source in self._of_nodes or (ending.place and self._num_nodes > 1)):
                 return -1
             return self.rank(("local", place, ending.local_rank))
         return self.pids.rank(ending.pid, ending.host) if ending.pid else -1

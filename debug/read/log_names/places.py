@@ -35,6 +35,15 @@ def offsets(texts: Sequence[JobText], links: Mapping[Writer, int]) -> dict[str, 
     return first
 
 
+def files_of_nodes(texts: Sequence[JobText]) -> set[str]:
+    """The files that differ in a number alone, and are of no single rank: each is of another node, as of the pods of a job."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for text in texts:
+        if text.default == NOBODY:
+            alike[re.sub(r"\d+", "#", text.source)].append(text.source)
+    return {source for sources in alike.values() if len(sources) > 1 for source in sources}
+
+
 def _natural(text: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d{1,9})", text)]
 
