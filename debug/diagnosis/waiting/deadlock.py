@@ -187,7 +187,7 @@ def _left_its_order(cycle: _Cycle, rank: int) -> bool:
     table = cycle.run.ranks[rank].operations
     rows = [row_of(cycle.run, edge) for edge in cycle.inside if edge.waiter == rank and edge.is_p2p]
     waited = [row for row in rows if row is not None]
-    return bool(waited) and left_order(table[: min(waited) + 1])
+    return bool(waited) and left_order(table, min(waited))
 
 
 def _half_missing(cycle: _Cycle) -> _Finding | None:

@@ -47,22 +47,32 @@ def keeps_rhythm(table: Array) -> bool | None:
     return _follows(_path(table[-HISTORY:]))
 
 
-def left_order(before: Array) -> bool:
-    """Whether the last operation, a send or recv, is another one than the earlier ones lead to, alone or among all."""
+def left_order(table: Array, row: int) -> bool:
+    """Whether an operation, a send or recv, is another one than the earlier ones lead to, alone or among all."""
+    before, has_lost = table[: row + 1 or None], _lost_its_beginning(table)
+    if has_lost and not _holds_a_step(before):
+        return False
     pairs = before[before["p2p"] != 0]
     kept = keeps_rhythm(pairs)
     if kept is None:  # too few to show a whole step
         keys = list(zip(pairs["p2p"].tolist(), pairs["peer"].tolist(), strict=True))
         expected = predict(keys[:-1])
-        kept = expected is None or expected == keys[-1] or _lost_its_beginning(before)
+        kept = expected is None or expected == keys[-1] or has_lost
     return not kept or keeps_rhythm(before) is False
 
 
 def _lost_its_beginning(table: Array) -> bool:
     """Whether a ring has lost the first operations: it may begin within a step, and a pipeline fills and drains in other orders
     than it runs."""
-    numbers = table["seq"][table["p2p"] == 0]
+    numbers = table["seq"][table["p2p"] == 0] if (table["p2p"] == 0).any() else table["seq"]
     return len(numbers) > 0 and int(numbers.min()) > 1
+
+
+def _holds_a_step(table: Array) -> bool:
+    """Whether a collective of the program comes twice: between the two lies a whole step."""
+    collectives = table[table["p2p"] == 0]
+    keys = np.stack([collectives[name].astype(np.int64) for name in ("group", "op", "frames")])
+    return bool(np.unique(keys, axis=1, return_counts=True)[1].max(initial=0) > 1)
 
 
 WORKED = 3  # times

@@ -103,7 +103,9 @@ class Owners:
             return self.tasks.of_ending(ending) if ending.is_task else ending.rank
         if ending.local_rank is not None:
             place = f"{text.scope}|{ending.place}"
-            if place not in self._offsets and (text.source in self._of_nodes or (ending.place and self._num_nodes > 1)):
+            said = {rank for task, ranks in text.tasks.items() if ending.place == f"task {task}" for rank in ranks}
+            is_known = place in self._offsets or self._speakers.get(place) or 0 in said  # which is on the first node
+            if not is_known and (text.source in self._of_nodes or (ending.place and self._num_nodes > 1)):
                 return -1
             return self.rank(("local", place, ending.local_rank))
         return self.pids.rank(ending.pid, ending.host) if ending.pid else -1

@@ -45,6 +45,18 @@ def test_a_job_that_is_gone_between_operations_is_not_running() -> None:
     assert top.headline.startswith("all processes are gone (4 ranks)")
 
 
+@pytest.mark.parametrize(("stood_s", "culprits"), [(70.0, (2,)), (6.0, ())])
+def test_a_hang_that_was_seen_before_all_were_gone_stays(stood_s: float, culprits: tuple[int, ...]) -> None:
+    run = looked_at(dict.fromkeys(range(4), 0.0), operations=WAITED_FOR + "\nat 2: /job/data.py 7 load")
+    ranks = {}
+    for rank, record in run.ranks.items():
+        assert record.heartbeat is not None
+        beat = replace(record.heartbeat, moves=7, moved_ns=NOW_NS - int(stood_s * 1e9))
+        stacks = tuple(replace(stack, reason="stall") for stack in record.stacks)
+        ranks[rank] = replace(record, heartbeat=beat, stacks=stacks)
+    assert diagnose(replace(run, ranks=ranks))[0].culprits == culprits
+
+
 def test_a_rank_that_the_others_outlived_died() -> None:
     top = diagnose(looked_at({2: 5.0}))[0]
     assert (top.verdict, top.culprits) == (VerdictKind.RANK_DIED, (2,))

@@ -33,6 +33,17 @@ def test_the_agent_names_the_ranks_of_its_node(group: int, ranks: str, rank: int
     assert culprits(agent + lines(range(2), "[default{}]:step {}\n") + FAILED.format(1), tmp_path) == (rank,)
 
 
+def test_a_number_on_one_of_two_labelled_nodes_is_no_rank(tmp_path: Path) -> None:
+    steps = "".join(f"{node}: epoch 0 it {step}\n" for step in range(4) for node in (0, 1))
+    assert culprits(steps + "1: E0701 12:01:33.120000 870 " + FAILED.format(2), tmp_path) == ()
+
+
+def test_a_number_in_the_log_of_one_of_two_pods_is_no_rank(tmp_path: Path) -> None:
+    (tmp_path / "gpt-worker-0.log").write_text("step 1\nstep 2\n")
+    (tmp_path / "gpt-worker-1.log").write_text("step 1\nstep 2\nE0701 12:01:33.120000 870 " + FAILED.format(3))
+    assert diagnose(open_run(str(tmp_path)))[0].culprits == ()
+
+
 def test_agents_of_two_nodes_in_one_text_are_not_told_apart(tmp_path: Path) -> None:
     agents = AGENT.format(group=0, ranks="[0, 1]") + AGENT.format(group=1, ranks="[2, 3]")
     assert culprits(agents + "step 1\nstep 2\n" + FAILED.format(1), tmp_path) == ()

@@ -36,6 +36,12 @@ def judged(folder: Path, error: str, *, out: str = STEPS, console: str = "", pee
     return diagnose(open_run(str(folder)))[0]
 
 
+def test_a_traceback_that_begins_within_the_program_was_printed(tmp_path: Path) -> None:
+    """`traceback.print_exc` shows the calls below the handler alone; one that nobody caught begins where Python entered."""
+    top = judged(tmp_path, RAISED.replace("<module>", "read"))
+    assert (top.culprits, top.suspects) == ((), (1,))
+
+
 def test_an_error_of_which_nothing_more_is_known_is_a_death(tmp_path: Path) -> None:
     assert judged(tmp_path, RAISED).culprits == (1,)
 
