@@ -16,7 +16,8 @@ LEAST_RIGHT = {
     "outsiders/sixth": 201, "outsiders/seventh": 150, "outsiders/eighth": 233, "outsiders/ninth": 323, "outsiders/tenth": 385,
     "outsiders/eleventh": 256, "outsiders/twelfth": 422, "outsiders/thirteenth": 438, "outsiders/fourteenth": 290,
     "outsiders/fifteenth": 302, "outsiders_later/fifteenth": 8, "outsiders_later/sixteenth": 293,
-    "outsiders_later/seventeenth": 287, "outsiders_later/eighteenth": 302, "outsiders_later/nineteenth": 196, "outsiders_later/twentieth": 171,
+    "outsiders_later/seventeenth": 287, "outsiders_later/eighteenth": 302, "outsiders_later/nineteenth": 196,
+    "outsiders_later/twentieth": 171,
 }  # fmt: skip
 EXPECTED = pinned()
 pytestmark = pytest.mark.repeats
