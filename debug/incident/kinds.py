@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 STALL, DEMAND = "stall", "demand"  # why a recorder dumped: its stall time passed without progress; somebody asked
@@ -98,6 +99,22 @@ class OperationState(StrEnum):
     SCHEDULED = "scheduled"
     STARTED = "started"
     COMPLETED = "completed"
+
+
+WORDS: Mapping[RankState, str] = {  # what a rank does, in words for people
+    RankState.DEAD: "dead",
+    RankState.FROZEN: "frozen",
+    RankState.GIL_HELD: "GIL held",
+    RankState.ON_CPU: "in host code",
+    RankState.IN_TORCH: "inside torch, such as backward()",
+    RankState.SILENT: "no wait seen",
+    RankState.IN_INIT: "in init",
+    RankState.IN_P2P: "in send/recv",
+    RankState.IN_COLLECTIVE: "in a collective",
+    RankState.IN_TEARDOWN: "shutting down",
+    RankState.FINISHED: "finished",
+    RankState.UNKNOWN: "no stack",
+}
 
 
 class FlagKind(StrEnum):

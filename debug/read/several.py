@@ -31,6 +31,9 @@ TORCHRUN_NAMES = r"(?:(?:stdout|stderr)\.log(?:\.gz|\.zst|\.xz|\.bz2)?|error\.js
 _TORCHRUN = re.compile(rf"(?:^|/)attempt_\d{{1,6}}/\d{{1,6}}/|^\d{{1,6}}/{TORCHRUN_NAMES}$")
 
 
+_OF_TRAINING = re.compile(r"\.(?:jsonl|toml|safetensors)$")  # tells of a run, not of a hang
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundIncident:
     """One incident's folder in a folder of several, and when it was last written, in seconds since the epoch."""
@@ -46,13 +49,15 @@ def find_several(store: Store) -> list[FoundIncident]:
     """
     files = [file for file in store.list("") if earlier_attempt(file.path) is None]
     folders = _incidents(store, "", files)
-    if len(folders) < 2:
-        return []
     inside: dict[str, list[ObjectInfo]] = {folder: [] for folder in folders}
-    for file in files:
+    for file in files if len(folders) > 1 else ():
         for folder in folders:
             if file.path.startswith(f"{folder}/"):
                 inside[folder].append(file)
+    folders = [folder for folder, part in inside.items() if not all(_OF_TRAINING.search(file.path) for file in part)]
+    if len(folders) < 2:
+        return []
+    inside = {folder: inside[folder] for folder in folders}
     times = {folder: max((file.modified_s for file in part), default=0.0) for folder, part in inside.items()}
     if len(folders) <= MOST_SNIFFED:
         said = {folder: _said_s(store, part) for folder, part in inside.items()}

@@ -11,7 +11,7 @@ from html import escape
 from titan_ckpt.console.escapes import escape_line, escape_text
 from titan_ckpt.debug.incident.contradictions import num_ranks, rank_list
 from titan_ckpt.debug.incident.frames import program_frames
-from titan_ckpt.debug.incident.kinds import OperationState, VerdictKind
+from titan_ckpt.debug.incident.kinds import WORDS, OperationState, VerdictKind
 from titan_ckpt.debug.incident.records import RankRecord, Run, Situation, Thread, Verdict
 from titan_ckpt.debug.report.alike import Alike, alike, last_row, mark_of
 from titan_ckpt.debug.report.facts import (
@@ -144,7 +144,7 @@ def _party(run: Run, party: Alike, unended: str) -> Sequence[str]:
     frame, step = state.frame.place if state.frame else "", run.step_of(rank)
     record = run.ranks[rank]
     return (
-        party.label, party.mark, f"{state.kind.replace('_', ' ')}{f': {state.call}' if state.call else ''}", frame,
+        party.label, party.mark, f"{WORDS[state.kind]}{f': {state.call}' if state.call else ''}", frame,
         _operation(run, record, unended), "" if step is None else str(step), _place(record),
     )  # fmt: skip
 
@@ -209,7 +209,7 @@ def _logs(run: Run, top: Verdict) -> Iterator[str]:
 def _all_ranks(run: Run, top: Verdict, states: Mapping[int, Situation]) -> Iterator[str]:
     ranks = list(run.ranks.values())[:MOST_RANKS]
     yield f"<details><summary>{len(ranks):,} of {len(run.ranks):,} ranks</summary>"
-    rows = ((mark_of(top, r.rank), (str(r.rank), r.host, str(r.pid or ""), str(states[r.rank].kind).replace("_", " "),
+    rows = ((mark_of(top, r.rank), (str(r.rank), r.host, str(r.pid or ""), WORDS[states[r.rank].kind],
              states[r.rank].where.removeprefix(" at "))) for r in ranks)  # fmt: skip
     yield from _table(("rank", "host", "pid", "state", "at"), rows)
     yield "</details>"

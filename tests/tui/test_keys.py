@@ -165,7 +165,7 @@ async def test_the_palette_knows_ranks_by_the_word() -> None:
         await settled(app, pilot)
         found = [(hit.text, hit.help) async for hit in Jumps(app.screen).search("rank")]
         assert [text for text, _ in found] == [f"go to rank {rank}" for rank in (2, 0, 1, 3)]
-        assert found[0][1] == "culprit: was in a collective at /srv/job/faults.py:122"
+        assert found[0][1] == "culprit: failed in a collective at /srv/job/faults.py:122"
 
 
 async def test_page_keys_of_the_palette_are_safe() -> None:
@@ -189,7 +189,7 @@ async def test_a_line_is_copied_and_a_rank_pinned_on_every_screen() -> None:
         assert pinned(app) == 2
         assert "*    2" in screen_text(app)
         await press(app, pilot, "3")
-        assert "*    2  pending" in screen_text(app)
+        assert "*    2  failed" in screen_text(app)
         await press(app, pilot, "2 space")
         assert pinned(app) is None
         assert "rank 2 unpinned" in screen_text(app)
@@ -237,7 +237,7 @@ async def test_rows_of_several_ranks_open_into_them_and_close_again() -> None:
         assert "up to 4 ranks per row" in screen_text(app)
         assert "0-3" in screen_text(app)
         await press(app, pilot, "n")
-        assert "#7: 1 differs, 3 pending" in screen_text(app)
+        assert "#7: 1 differs, 3 failed" in screen_text(app)
         await press(app, pilot, "enter")
         assert "ranks per row" not in screen_text(app)
         assert "#7: rank 2 differs" in screen_text(app)

@@ -19,7 +19,7 @@ from titan_ckpt.tui import bars, editor, terminal, themes
 from titan_ckpt.tui.app import TitanApp
 from titan_ckpt.tui.bars import tabs_text
 from titan_ckpt.tui.data.content import find_content
-from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, PENDING
+from titan_ckpt.tui.data.grid import ABSENT, DIFFERS, FAILED, PENDING
 from titan_ckpt.tui.data.incident import Incident, load_incident
 from titan_ckpt.tui.data.standing import confidence_word, standing
 from titan_ckpt.tui.goto import link_to, places
@@ -77,7 +77,7 @@ async def test_enter_on_a_p2p_verdict_opens_its_sends_and_receives() -> None:
 @pytest.mark.parametrize(
     ("case", "codes"),
     [
-        ("p2p_missing", {1: ABSENT, 2: PENDING}),
+        ("p2p_missing", {1: ABSENT, 2: FAILED}),
         ("p2p_batch", {1: ABSENT, 2: PENDING}),
         ("p2p_size", {1: DIFFERS, 2: PENDING}),
     ],
@@ -147,7 +147,7 @@ def test_equal_waiting_ranks_are_one_line(skip: Incident) -> None:
     large = replace(skip, run=run, states=states, edges=edges, verdicts=(replace(skip.top, culprits=(0,)),))
     lines = [row.text.strip() for row in wait_rows(large, 120)]
     assert len(lines) == 2
-    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · waited in all_reduce #7 · default_pg")
+    assert lines[1].startswith("w 16,383 ranks wait for 0: 1-16383 · failed in all_reduce #7 · default_pg")
 
 
 def session_of(incident: Incident) -> Session:

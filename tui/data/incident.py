@@ -21,7 +21,7 @@ from titan_ckpt.debug.diagnosis.waiting.failed import failed_rows, raised_rows
 from titan_ckpt.debug.diagnosis.waiting.told_waits import told_waits
 from titan_ckpt.debug.diagnosis.waiting.wait_graph import Edge, wait_edges
 from titan_ckpt.debug.incident.group_mesh import with_coordinates
-from titan_ckpt.debug.incident.kinds import EventKind, OperationState, RankState, VerdictKind
+from titan_ckpt.debug.incident.kinds import WORDS, EventKind, OperationState, RankState, VerdictKind
 from titan_ckpt.debug.incident.records import Frame, LogEvent, RankRecord, Run, Situation, Verdict
 from titan_ckpt.debug.incident.waits import Wait, began_ns, last_sign_ns, process_ended, stopped_s, waits
 from titan_ckpt.debug.live.kernel_states import with_kernel_states
@@ -39,18 +39,18 @@ P2P_NAME = " send/recv"
 OWN_ERRORS = (EventKind.EXCEPTION, EventKind.OOM, EventKind.FATAL_SIGNAL)
 # Worst first.
 SITUATIONS: Mapping[RankState, Glyph] = {
-    RankState.DEAD: Glyph(char="x", role=Role.BAD, label="dead"),
-    RankState.FROZEN: Glyph(char="z", role=Role.BAD, label="frozen"),
-    RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label="GIL held"),
-    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label="in host code"),
-    RankState.IN_TORCH: Glyph(char="b", role=Role.NOTE, label="inside torch, such as backward()"),
-    RankState.SILENT: Glyph(char="?", role=Role.WARN, label="no wait seen"),
-    RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label="in init"),
-    RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label="in send/recv"),
-    RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label="in a collective"),
-    RankState.IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label="shutting down"),
-    RankState.FINISHED: Glyph(char="f", role=Role.DIM, label="finished"),
-    RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label="no stack"),
+    RankState.DEAD: Glyph(char="x", role=Role.BAD, label=WORDS[RankState.DEAD]),
+    RankState.FROZEN: Glyph(char="z", role=Role.BAD, label=WORDS[RankState.FROZEN]),
+    RankState.GIL_HELD: Glyph(char="g", role=Role.BAD, label=WORDS[RankState.GIL_HELD]),
+    RankState.ON_CPU: Glyph(char="c", role=Role.WARN, label=WORDS[RankState.ON_CPU]),
+    RankState.IN_TORCH: Glyph(char="b", role=Role.NOTE, label=WORDS[RankState.IN_TORCH]),
+    RankState.SILENT: Glyph(char="?", role=Role.WARN, label=WORDS[RankState.SILENT]),
+    RankState.IN_INIT: Glyph(char="i", role=Role.NOTE, label=WORDS[RankState.IN_INIT]),
+    RankState.IN_P2P: Glyph(char="p", role=Role.GOOD, label=WORDS[RankState.IN_P2P]),
+    RankState.IN_COLLECTIVE: Glyph(char="w", role=Role.GOOD, label=WORDS[RankState.IN_COLLECTIVE]),
+    RankState.IN_TEARDOWN: Glyph(char="t", role=Role.DIM, label=WORDS[RankState.IN_TEARDOWN]),
+    RankState.FINISHED: Glyph(char="f", role=Role.DIM, label=WORDS[RankState.FINISHED]),
+    RankState.UNKNOWN: Glyph(char="-", role=Role.DIM, label=WORDS[RankState.UNKNOWN]),
 }
 HALTED = (RankState.FROZEN, RankState.DEAD)  # what they were in, they do not wait in
 _NO_ACTIVITY = (RankState.DEAD, RankState.FINISHED, RankState.SILENT, RankState.UNKNOWN)

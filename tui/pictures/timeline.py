@@ -78,7 +78,8 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     yield row((f"{older:>{before}}{axis(window, cells - len(newer)):<{cells - len(newer)}}{newer}", Role.DIM))
     if 0 <= stop < cells:
         stood_s = _stood_until_s(incident) - incident.stop_s
-        bare = "nobody goes on from here" if incident.failed else LAST_WAITS
+        has_failed = any(_failed_ns(incident, rank) < window.end for rank in firsts if rank in incident.failed)
+        bare = "nobody goes on from here" if has_failed else LAST_WAITS
         whole = f"{bare}, for {format_duration(stood_s)}" if stood_s >= 1 else bare
         text = whole if len(whole) + 2 <= max(stop, cells - stop) else bare
         text = f"{text} ▼" if stop > len(text) + 1 else f"▼ {text}"

@@ -31,6 +31,15 @@ def test_folder_of_incidents_is_no_single_healthy_job(tmp_path: Path) -> None:
     assert run.incident == run.incidents[-1]
 
 
+def test_a_folder_of_metrics_alone_is_no_incident(tmp_path: Path) -> None:
+    """Nor does it keep the others from being ordered by the times in their logs."""
+    for case, day in (("late", "22"), ("early", "21")):
+        text = f"2026-11-{day} 10:00:00,000 [rank0] INFO step 1\n"
+        write(tmp_path / case / "rank_0.log", text)
+    write(tmp_path / "plain" / "logs" / "metrics.jsonl", '{"event": "step", "step": 1}\n')
+    assert open_run(str(tmp_path)).incidents == ("early", "late")
+
+
 def test_each_incident_can_be_chosen(tmp_path: Path) -> None:
     several(tmp_path)
     assert diagnose(open_run(str(tmp_path), incident="sigkill"))[0].verdict == "RANK_DIED"

@@ -111,7 +111,7 @@ async def test_that_no_step_can_be_resumed_from_is_said(tmp_path: Path) -> None:
         await settled(app, pilot)
         assert said in screen_text(app).splitlines()[1], "the bar"
         await press(app, pilot, "1")
-        assert f"2 steps not usable: 40,60; {said}" in screen_text(app)
+        assert f"2 steps not usable: 40,60; not committed: 80; {said}" in screen_text(app)
     app = TitanApp(find_content(str(tmp_path / "runs")), clock=lambda: NOW_S)
     async with app.run_test(size=(120, 30)) as pilot:
         await settled(app, pilot)
