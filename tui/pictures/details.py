@@ -93,7 +93,8 @@ def _newest(incident: Incident, record: RankRecord) -> tuple[str, str]:
     if wait is not None and not incident.is_over and incident.states[record.rank].kind in HALTED:
         return "stopped in", text
     if wait is not None and not incident.is_over:
-        return "waited in" if incident.is_past((record.rank,)) else "waits in", text
+        past = "failed in" if record.rank in incident.failed else "waited in"
+        return past if incident.is_past((record.rank,)) else "waits in", text
     return "last op", f"{text}, {ENDED_TEXT if wait is not None else incident.word_of(record.rank, at)}"
 
 

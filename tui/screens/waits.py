@@ -317,7 +317,8 @@ def _pending_parts(incident: Incident, wait: Wait) -> list[tuple[str, int]]:
     rest = [_group_part(incident, str(op.group)), (f" ({what})" if what else "", 3)]
     if incident.is_over:
         return [(f"{op.op}{number}", 0), *_ENDED, *rest]
-    return [(f"{'waited' if incident.is_past(wait.ranks) else 'waits'} in ", 1), (f"{op.op}{number}", 0), *rest]
+    past = "failed" if incident.failed.keys() >= {*wait.ranks} else "waited"
+    return [(f"{past if incident.is_past(wait.ranks) else 'waits'} in ", 1), (f"{op.op}{number}", 0), *rest]
 
 
 def _group_part(incident: Incident, name: str) -> tuple[str, int]:
