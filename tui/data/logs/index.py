@@ -5,7 +5,6 @@ Ten million lines take about 130 MB: 13 bytes per line.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -20,6 +19,7 @@ from titan_ckpt.tui.data.arrays import ByteArray, Ints, LineMask
 from titan_ckpt.tui.data.logs.files import LogFiles
 from titan_ckpt.tui.data.logs.lines import UNKNOWN_TIME, Lines, filled, scan, with_year, year_of
 from titan_ckpt.tui.data.logs.matcher import LIMIT_S, Matcher
+from titan_ckpt.tui.data.logs.spans import may_span
 from titan_ckpt.tui.rows import shown
 
 BLOCK_BYTES = 8 << 20
@@ -27,11 +27,6 @@ HEAD_BYTES = 16 << 10
 MAX_LINE_BYTES = 4_096
 CONTEXT_BYTES, CONTEXT_LINES = 16_384, 120  # before a line, in which a private key or a block may begin
 # What secrets of several lines have: marks of keys, `key:` and `key: |` of YAML, names beside values, triple quotes.
-_SEVERAL_LINES = re.compile(
-    rb"PRIVATE KEY|Private-Lines|(?:pass[a-z]{0,10}|secrets?|tokens?|keys?|auth[a-z]{0,10}|cred[a-z]{0,10}|data)"
-    rb"[\"']?[ \t]?[:=][^\n\w]{0,12}\r?\n|(?:name|value)[\"']?[ \t]?[:=]|(?:machine|password)[ \t]|\"{3}|'{3}",
-    re.IGNORECASE,
-)
 Positions = npt.NDArray[np.int32]
 
 
@@ -102,7 +97,7 @@ class LogIndex:
         first = max(int(np.searchsorted(starts, start - CONTEXT_BYTES)), number - CONTEXT_LINES, 0)
         begin = int(starts[first])
         data = self.files.read(file, begin, start - begin + length + CONTEXT_BYTES // 4)
-        if _SEVERAL_LINES.search(data) is None:
+        if not may_span(data):
             own = data[start - begin : start - begin + length]
             return shown(own.split(b"\n", 1)[0].decode("utf-8", "replace")).rstrip()
         lines = _redacted(data).split("\n")
