@@ -183,13 +183,25 @@ def _folded(
 ) -> tuple[list[Edge], list[list[Edge]]]:
     """The waits to show one by one, the highest rank first; and groups of many equal ones of ranks for which nobody waits."""
     alike: dict[tuple[object, ...], list[Edge]] = defaultdict(list)
+    texts: dict[tuple[object, ...], tuple[object, ...]] = {}
     for edge in edges:
         state = incident.states[edge.waiter]
         is_leaf = edge.waiter not in waiters and edge.waiter not in incident.top.culprits
-        alike[(edge.waiter,) if not is_leaf else (tuple(_why(incident, edge)), state.kind, state.frame)].append(edge)
+        facts = _facts_of(incident, edge) if is_leaf else ()
+        if is_leaf and facts not in texts:
+            texts[facts] = tuple(_why(incident, edge))
+        alike[(edge.waiter,) if not is_leaf else (texts[facts], state.kind, state.frame)].append(edge)
     folded = [group for group in alike.values() if len(group) >= LEAST_FOLDED]
     single = (edge for group in alike.values() if len(group) < LEAST_FOLDED for edge in group)
     return sorted(single, key=lambda edge: -edge.waiter), folded
+
+
+def _facts_of(incident: Incident, edge: Edge) -> tuple[object, ...]:
+    """What the text of a wait follows from: thousands of ranks have equal ones."""
+    rank = edge.waiter
+    own = rank if rank in incident.failed else -1
+    where = edge.awaited, edge.group, edge.seq, edge.is_p2p, edge.is_after, edge.is_inferred
+    return *where, incident.states[rank].kind, id(incident.wait_of.get(rank)), incident.is_past((rank,)), own
 
 
 def _fold_row(incident: Incident, edges: list[Edge], depth: int, width: int) -> Row:

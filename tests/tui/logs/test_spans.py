@@ -14,28 +14,25 @@ PATTERN = re.compile(
     rb"[\"']?[ \t]?[:=][^\n\w]{0,12}\r?\n|(?:name|value)[\"']?[ \t]?[:=]|(?:machine|password)[ \t]|\"{3}|'{3}",
     re.IGNORECASE,
 )
-PARTS = (
-    *(
-        b"pass password passphraseses secret secrets token Tokens key KEYS auth authorisation cred data name Value machine x".split()
-    ),
-    *(
-        b" ",
-        b"\t",
-        b":",
-        b"=",
-        b'"',
-        b"'",
-        b"\n",
-        b"\r\n",
-        b"- ",
-        b"PRIVATE KEY",
-        b"loss=1.0",
-        b">",
-        b"|",
-        b"{",
-        b"abc",
-    ),
+WORDS = b"pass password passphraseses secret secrets token Tokens key KEYS auth authorisation cred data name Value machine x"
+MARKS = (
+    b" ",
+    b"\t",
+    b":",
+    b"=",
+    b'"',
+    b"'",
+    b"\n",
+    b"\r\n",
+    b"- ",
+    b"PRIVATE KEY",
+    b"loss=1.0",
+    b">",
+    b"|",
+    b"{",
+    b"abc",
 )
+PARTS = (*WORDS.split(), *MARKS)
 
 
 @pytest.mark.parametrize("seed", range(10))
