@@ -12,7 +12,7 @@ from titan_ckpt.debug.incident.kinds import VerdictKind
 from titan_ckpt.debug.incident.records import Verdict
 from titan_ckpt.debug.read.reports.sections import sections
 
-TRACEBACK = ("Traceback (most recent call last):", '  File "/job/a.py", line 3, in f', "KeyError: 1")
+TRACEBACK = ("Traceback (most recent call last):", '  File "/job/a.py", line 3, in <module>', "KeyError: 1")
 STEPS = [f"step {step} loss 2.{step}" for step in range(3)]
 OF_HOSTS = {
     "clush": "---------------\nfit-{}\n---------------",
