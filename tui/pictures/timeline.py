@@ -75,7 +75,7 @@ def bars_rows(incident: Incident, width: int, height: int) -> Iterator[Row]:
     seen: set[int] = set()
     older = _OLDER if _has_older(incident, firsts, window, ahead) else ""
     newer = _NEWER if is_standing and incident.last_sign_ns > window.end else ""
-    yield row((f"{older:>{before}}{axis(window, cells - len(newer)):<{cells - len(newer)}}{newer}", Role.DIM))
+    yield row((f"{older:>{before}}{axis(window, cells, cells - len(newer)):<{cells - len(newer)}}{newer}", Role.DIM))
     if 0 <= stop < cells:
         stood_s = _stood_until_s(incident) - incident.stop_s
         has_failed = any(_failed_ns(incident, rank) < window.end for rank in firsts if rank in incident.failed)
@@ -228,13 +228,13 @@ def bar_spans(codes: Sequence[int], stop: int = -1, spot: int | None = None) -> 
         yield text, glyph.role.chosen if is_spot else glyph.role
 
 
-def axis(window: Window, cells: int) -> str:
-    """Times since the start of the window, each above its cell."""
+def axis(window: Window, cells: int, room: int = 0) -> str:
+    """Times since the start of the window, each above its cell; `room`: how many cells are free for them, if not all."""
     text = "0"
     for time_s in time_ticks(window.length / 1e9, max(min(cells // 12, 8), 2))[1:]:
         name = f"+{time_text(time_s)}"
         start = round(time_s * 1e9 * cells / window.length)
-        if len(text) + 1 < start <= cells - len(name):
+        if len(text) + 1 < start <= (room or cells) - len(name):
             text = f"{text:<{start}}{name}"
     return text
 
