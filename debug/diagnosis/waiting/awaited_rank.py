@@ -384,14 +384,8 @@ def _waiting(
     has_left = left_with_error(run.ranks[edge.waiter])
     waits, do = ("waited", "did") if has_left else ("waits", "does" if more == 1 else "do")
     others = f" (as {do} {more} more rank{'s' * (more > 1)})" if more else ""
-    return [
-        Evidence.at(
-            states[edge.waiter].frame,
-            text=f"{waits} in {op} {number} of group {run.groups[edge.group]}{others}",
-            rank=edge.waiter,
-            source="flight recorder",
-        )
-    ]
+    text = f"{waits} in {op} {number} of group {run.groups[edge.group]}{others}"
+    return [Evidence.at(states[edge.waiter].frame, text=text, rank=edge.waiter, source="flight recorder")]
 
 
 def _coordinate(run: Run, rank: int) -> str:
