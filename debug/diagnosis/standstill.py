@@ -19,7 +19,7 @@ from titan_ckpt.debug.incident.confidence import Basis
 from titan_ckpt.debug.incident.contradictions import is_last_word
 from titan_ckpt.debug.incident.kinds import STALL, EventKind, FlagKind, VerdictKind
 from titan_ckpt.debug.incident.records import Dump, Evidence, RankRecord, Run, Verdict
-from titan_ckpt.debug.incident.waits import looked_at_ns, pending
+from titan_ckpt.debug.incident.waits import came_further_ns, looked_at_ns, pending
 
 LEAST_STANDSTILL_S = 10.0
 UNKNOWN_PACE_S = 60.0  # where too little was recorded to know how long a step takes
@@ -163,9 +163,7 @@ def stood_to_the_end(run: Run) -> bool:
     """Whether recorders dumped a stall, and ticked on without progress for longer than a wait may last: whatever ended the
     processes then, the job had hung."""
     beats = [record.heartbeat for record in run.ranks.values() if record.heartbeat is not None]
-    stood_s = min(
-        ((beat.alive_ns - max(beat.moved_ns, beat.phase_ns)) / 1e9 for beat in beats if beat.moves), default=0.0
-    )
+    stood_s = min(((beat.alive_ns - came_further_ns(beat)) / 1e9 for beat in beats if beat.moves), default=0.0)
     return _has_stalled(run) and stood_s >= max(LEAST_STANDSTILL_S, _patience_s(run))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from titan_ckpt.debug.incident.frames import user_frame
 from titan_ckpt.debug.incident.kinds import DumpKind, FlagKind, VerdictKind
-from titan_ckpt.debug.incident.records import COMPLETED, Array, Operation, RankRecord, Run, Verdict
+from titan_ckpt.debug.incident.records import COMPLETED, Array, Heartbeat, Operation, RankRecord, Run, Verdict
 
 _QUARTER_S = 900.0
 
@@ -39,6 +39,11 @@ def pending(table: Array) -> Array:
     """Which operations were issued and have not ended."""
     found: Array = ~table["retired"] & (table["state"] != COMPLETED)
     return found
+
+
+def came_further_ns(beat: Heartbeat) -> int:
+    """When a rank last changed its phase or, as its recorder sees without phases, came further in its operations."""
+    return max(beat.phase_ns, beat.moved_ns)
 
 
 def waited_at_the_end(record: RankRecord) -> bool:

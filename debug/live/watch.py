@@ -14,6 +14,7 @@ from titan_ckpt.console.output import flush, write_json, write_text
 from titan_ckpt.console.units import format_duration
 from titan_ckpt.debug.incident.contradictions import rank_list
 from titan_ckpt.debug.incident.records import Heartbeat
+from titan_ckpt.debug.incident.waits import came_further_ns
 from titan_ckpt.debug.read.discovery import evidence_files, find_incident_folders
 from titan_ckpt.debug.read.reader import read_box_heartbeat
 from titan_ckpt.errors import NotFoundError
@@ -62,7 +63,7 @@ def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> li
         text = f"{rank_list(silent)} silent for {format_duration(age_s)}: dead, stopped, or the GIL is held"
         found.append(Alarm(kind=AlarmKind.SILENT, ranks=silent, text=text))
     ticking = {rank: beat for rank, beat in running.items() if rank not in silent}
-    last_ns = max((_came_further_ns(beat) for beat in ticking.values()), default=now_ns)
+    last_ns = max((came_further_ns(beat) for beat in ticking.values()), default=now_ns)
     has_begun = any(beat.step >= 0 or beat.phase or beat.moves for beat in ticking.values())
     if has_begun and now_ns - last_ns > limit_ns:
         age = format_duration((now_ns - last_ns) / 1e9)
@@ -73,16 +74,11 @@ def alarms(beats: Mapping[int, Heartbeat], now_ns: int, *, after_s: float) -> li
     return found
 
 
-def _came_further_ns(beat: Heartbeat) -> int:
-    """When a rank last changed its phase or, as its recorder sees without phases, issued or ended an operation."""
-    return max(beat.phase_ns, beat.moved_ns)
-
-
 def _behind(ticking: Mapping[int, Heartbeat], now_ns: int, limit_ns: int) -> list[Alarm]:
     if len(ticking) < 2:
         return []
     newest = max(beat.step for beat in ticking.values())
-    slow = tuple(r for r, b in ticking.items() if b.step < newest and now_ns - _came_further_ns(b) > limit_ns)
+    slow = tuple(r for r, b in ticking.items() if b.step < newest and now_ns - came_further_ns(b) > limit_ns)
     if not slow or len(slow) == len(ticking):
         return []
     first = ticking[slow[0]]

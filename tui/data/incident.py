@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -175,6 +175,18 @@ class Incident:
             return f"seen in step {beat.step}"
         was = "was " if state.kind not in _NO_ACTIVITY and not self.is_slow and self.is_past((rank,)) else ""
         return f"{was}{SITUATIONS[state.kind].label}"
+
+    def held_up_by(self, ranks: Iterable[int]) -> set[int]:
+        """The ranks that wait for one of these, directly or through others."""
+        waiters: defaultdict[int, set[int]] = defaultdict(set)
+        for edge in self.edges:
+            waiters[edge.awaited].add(edge.waiter)
+        found, left = set[int](), list(ranks)
+        while left:
+            new = waiters[left.pop()] - found
+            found |= new
+            left += new
+        return found
 
     def number_of(self, lane: Lane, seq: int) -> str:
         """A column of a lane in words: `#7`, or `3rd` of the sends and receives of each rank."""

@@ -114,23 +114,9 @@ def _wait_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:
     if waiting:
         name = "awaited by" if incident.is_running else "held up" if incident.is_past(waiting) else "holds up"
         role: Role = Role.PLAIN if incident.is_slow or incident.is_running else Role.WARN
-        through = sorted(_reached(incident, waiting) - {rank, *waiting})
+        through = sorted(incident.held_up_by(waiting) - {rank, *waiting})
         more = f", and through {'it' if len(waiting) == 1 else 'them'} {ranks_named(through, 4)}" if through else ""
         yield from fact(name, ranks_named(waiting, 4) + more, width, role, RowLink(screen=6, rank=waiting[0]))
-
-
-def _reached(incident: Incident, ranks: Iterable[int]) -> set[int]:
-    """The ranks that wait for these, for those, and so on."""
-    waiters: dict[int, set[int]] = {}
-    for edge in incident.edges:
-        waiters.setdefault(edge.awaited, set()).add(edge.waiter)
-    found: set[int] = set()
-    ahead = list(ranks)
-    while ahead:
-        new = waiters.get(ahead.pop(), set()) - found
-        found |= new
-        ahead += new
-    return found
 
 
 def _stack_rows(incident: Incident, rank: int, width: int) -> Iterator[Row]:

@@ -87,7 +87,7 @@ def wait_rows(incident: Incident, width: int) -> Iterator[Row]:
         (rank for rank in waiters if rank not in waiting), key=lambda rank: (rank not in culprits, rank)
     ):
         yield from _tree(incident, root, waiters, shown, width)
-    held_up = _reached(waiters, shown)
+    held_up = shown | incident.held_up_by(shown)
     cycles = sorted(waiting - held_up)
     if cycles:
         yield head("wait cycle: each rank waits for the one above it, the first for one below")
@@ -143,16 +143,6 @@ def _alike_rows(incident: Incident, ranks: list[int], alone: Mapping[int, Wait],
         yield _rank_row(incident, rank, 0, None, width, alone.get(rank))
     if len(singles) > MAX_WAITERS:
         yield row((f"  and {counted(len(singles) - MAX_WAITERS, 'more rank')}", Role.DIM))
-
-
-def _reached(waiters: Mapping[int, list[Edge]], roots: set[int]) -> set[int]:
-    """`roots` and all ranks that wait for one of them, directly or through others."""
-    reached, left = set(roots), list(roots)
-    while left:
-        found = {edge.waiter for edge in waiters.get(left.pop(), ())} - reached
-        reached |= found
-        left += found
-    return reached
 
 
 def _tree(

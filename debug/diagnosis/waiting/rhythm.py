@@ -49,7 +49,7 @@ def keeps_rhythm(table: Array) -> bool | None:
 
 def left_order(table: Array, row: int) -> bool:
     """Whether an operation, a send or recv, is another one than the earlier ones lead to, alone or among all."""
-    before, has_lost = table[: row + 1 or None], _lost_its_beginning(table)
+    before, has_lost = table[: row + 1], _lost_its_beginning(table)
     if has_lost and not _holds_a_step(before):
         return False
     pairs = before[before["p2p"] != 0]
